@@ -1,0 +1,1 @@
+"""The `shardloop` command. Floor 5."""

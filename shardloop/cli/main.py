@@ -1,0 +1,61 @@
+"""`shardloop COMMAND`: finds the command, runs it, and turns errors into exit codes. Floor 5."""
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+import shardloop
+from shardloop.errors import ShardloopError
+
+COMMANDS = {
+    "train": "improve a model by GRPO",
+    "sft": "fine-tune a model on a task's worked solutions",
+    "eval": "measure a model on a task's held-out prompts",
+    "generate": "complete prompts with the tensor-parallel engine",
+    "report": "summarise finished runs, over seeds",
+}
+
+USAGE = (
+    "usage: shardloop COMMAND [options]\n\n"
+    + "\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items())
+    + "\n\n`shardloop COMMAND --help` lists the options of one; `shardloop --version` the release."
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Returns:
+        The exit code: 0, or that of the error (see `shardloop.errors`).
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"shardloop {shardloop.__version__}")
+        return 0
+    command, *rest = arguments
+    if command not in COMMANDS:
+        print(f"error: no command {command!r}; choose from {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    # Nothing here ever asks a hub: a folder is a folder, and no name is looked up elsewhere.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        run = importlib.import_module(f"shardloop.cli.{command}").run
+        code: int = run(rest)
+        return code
+    except ShardloopError as error:
+        if os.environ.get("SHARDLOOP_TRACEBACK"):
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

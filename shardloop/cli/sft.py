@@ -1,0 +1,62 @@
+"""`shardloop sft`: supervised fine-tuning on a task's worked solutions. Floor 5."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tyro
+
+from shardloop.cli.view import View, set_up_logging
+from shardloop.config import (
+    EngineConfig,
+    GRPOConfig,
+    SamplingConfig,
+    SFTConfig,
+    TrainConfig,
+    TrainerConfig,
+    WorkersConfig,
+)
+from shardloop.controller.run import fine_tune
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTCommand:
+    """Fine-tune a model on the worked solutions of a task and write it as a model folder."""
+
+    model: str = "tiny"
+    """A built-in model (tiny, smollm2) or a Llama, Qwen2 or Qwen3 folder (Hugging Face format)."""
+    task: str = "sort"
+    """A built-in task, or a JSONL whose prompts have a solution."""
+    out: Path
+    """Folder to write; it must not exist."""
+    seed: int = 0
+    """Seed of weights and data order."""
+    sft: SFTConfig = field(default_factory=lambda: SFTConfig(steps=100))
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    workers: WorkersConfig = field(default_factory=WorkersConfig)
+    quiet: bool = False
+    """Print results only."""
+    verbose: bool = False
+    """Print what workers do."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    command = tyro.cli(SFTCommand, prog="shardloop sft", args=list(arguments))
+    set_up_logging(verbose=command.verbose)
+    config = TrainConfig(
+        model=command.model,
+        task=command.task,
+        seed=command.seed,
+        sft=command.sft,
+        trainer=command.trainer,
+        workers=command.workers,
+        # Nothing is sampled here: an engine of one rank and one token satisfies every check.
+        engine=EngineConfig(layout="engine:tp=1"),
+        sampling=SamplingConfig(max_tokens=1),
+        grpo=GRPOConfig(),
+    )
+    with View(quiet=command.quiet) as view:
+        for event in fine_tune(config, command.out):
+            view.show(event)
+    print(command.out)
+    return 0

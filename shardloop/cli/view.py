@@ -1,0 +1,115 @@
+"""How a run looks in a terminal: one row per step, a bar where there is a terminal. Floor 5."""
+
+import logging
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from shardloop.controller import events
+
+# name, width, format, key in the metrics of a step
+COLUMNS = (
+    ("step", 5, "d", "step"),
+    ("reward", 7, ".3f", "reward"),
+    ("kl", 8, ".4f", "kl"),
+    ("gap", 8, ".1e", "gap_mean"),
+    ("gap max", 8, ".1e", "gap_max"),
+    ("tok/s", 7, ".0f", "tokens_per_s"),
+)
+PHASES = ("sync", "rollout", "score", "advantage", "recompute", "update")
+HEADER_EVERY = 25
+
+
+class View:
+    """Shows the events of a run. Use as a context manager; `quiet` shows results only."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self.console = Console(highlight=False)
+        self._quiet = quiet
+        self._rows = 0
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+            disable=quiet or not self.console.is_terminal,
+        )
+        self._stages: dict[str, Any] = {}
+
+    def __enter__(self) -> "View":
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def show(self, event: events.Event) -> None:
+        match event:
+            case events.Note(text):
+                self._line(text)
+            case events.Saved(what, path):
+                self._line(f"{what}: {path}")
+            case events.Evaluated(step, metrics):
+                self._line(evaluation_line(step, metrics))
+            case events.Progress(stage, step, total, metrics):
+                self._progress(stage, step, total, metrics)
+
+    def _progress(self, stage: str, step: int, total: int, metrics: Mapping[str, Any]) -> None:
+        if stage not in self._stages:
+            self._stages[stage] = self._bar.add_task(stage, total=total)
+        self._bar.update(self._stages[stage], completed=step)
+        if stage == "train":
+            if self._rows % HEADER_EVERY == 0:
+                self._line(header())
+            self._rows += 1
+            self._line(row(metrics))
+        elif step == total or step % max(1, total // 5) == 0:
+            self._line(f"{stage} {step}/{total}  loss {metrics['loss']:.3f}")
+
+    def _line(self, text: str) -> None:
+        if not self._quiet:
+            self.console.print(text, markup=False, soft_wrap=True)
+
+
+def header() -> str:
+    names = "".join(f"{name:>{width}} " for name, width, _, _ in COLUMNS)
+    return names + " seconds: " + " ".join(PHASES)
+
+
+def row(metrics: Mapping[str, Any]) -> str:
+    """One step as a line; a metric the run does not have is a dash."""
+    cells = ""
+    for _, width, form, key in COLUMNS:
+        value = metrics.get(key)
+        cells += f"{'-' if value is None else format(value, form):>{width}} "
+    seconds = metrics["seconds"]
+    return cells + " " + " ".join(f"{seconds.get(phase, 0.0):.2f}" for phase in PHASES)
+
+
+def evaluation_line(step: int, metrics: Mapping[str, Any]) -> str:
+    return (
+        f"held-out after step {step}: greedy {metrics['greedy']:.3f}, "
+        f"sampled {metrics['sampled']:.3f} ({metrics['prompts']} prompts)"
+    )
+
+
+def set_up_logging(*, verbose: bool) -> None:
+    """Library log lines go to stderr; warnings and worse, or all of ours with `verbose`."""
+    console = Console(stderr=True, highlight=False)
+    logging.basicConfig(
+        level=logging.WARNING,
+        format="%(message)s",
+        handlers=[RichHandler(console=console, show_path=False)],
+    )
+    logging.getLogger("shardloop").setLevel(logging.INFO if verbose else logging.WARNING)

@@ -1,0 +1,123 @@
+"""Starts and ends the worker processes of this machine. Called by `controller.groups`. Floor 4.
+
+    driver ──asks──▶ fork server (has imported torch) ──fork──▶ one process per rank
+
+The driver itself is never forked: it may be a notebook, hold threads or use a GPU.
+"""
+
+import logging
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import ModuleType
+
+from shardloop.parallel.worker import WorkerSettings, worker_main
+
+PRELOAD = "shardloop.parallel.preload"
+COLLECTIVE_GRACE_S = 30.0
+"""Collectives give up this much later than calls, so that the driver first names a hang."""
+SERVER_ENVIRONMENT = {
+    "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+"""What the fork server needs at its own start: where this library is, and a quiet C++ side."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processes:
+    """The ranks as the operating system sees them; filled as they start."""
+
+    folder: Path
+    by_rank: dict[int, BaseProcess] = field(default_factory=dict)
+    connections: dict[int, Connection] = field(default_factory=dict)
+
+    def start(
+        self,
+        roles: Mapping[str, tuple[int, ...]],
+        *,
+        world_size: int,
+        threads: int,
+        timeout_s: float,
+        device: str,
+    ) -> None:
+        """Start every rank; each will answer under `STARTED` when all have met."""
+        context = _fork_server()
+        with _hidden_main():
+            for rank in range(world_size):
+                settings = WorkerSettings(
+                    rank=rank,
+                    world_size=world_size,
+                    roles=roles,
+                    device=device,
+                    threads=threads,
+                    collective_timeout_s=timeout_s + COLLECTIVE_GRACE_S,
+                    folder=self.folder,
+                    environment=dict(os.environ),
+                    log_level=logging.getLogger("shardloop").getEffectiveLevel(),
+                )
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=worker_main, args=(settings, theirs), name=settings.tag, daemon=True
+                )
+                process.start()
+                theirs.close()
+                self.by_rank[rank] = process
+                self.connections[rank] = ours
+
+    def end(self) -> None:
+        """Kill what still runs, wait for all, remove the temporary folder."""
+        for process in self.by_rank.values():
+            if process.exitcode is None:
+                process.kill()
+        for process in self.by_rank.values():
+            process.join()
+        for connection in self.connections.values():
+            connection.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def new_processes() -> Processes:
+    return Processes(folder=Path(tempfile.mkdtemp(prefix="shardloop-")))
+
+
+def _fork_server() -> ForkServerContext:
+    """The multiprocessing context whose server imports torch once for all of the ranks."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([PRELOAD])
+    before = {name: os.environ.get(name) for name in SERVER_ENVIRONMENT}
+    paths = (SERVER_ENVIRONMENT["PYTHONPATH"], before["PYTHONPATH"])
+    os.environ |= SERVER_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    return context
+
+
+@contextmanager
+def _hidden_main() -> Iterator[None]:
+    """Keep multiprocessing from running the driver's main script again in every worker.
+
+    It would: a script without a main guard would start workers of workers, and a notebook or `-c`
+    has no script. Functions for workers are imported by module name, never taken from `__main__`.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

@@ -1,0 +1,258 @@
+"""The synchronous GRPO loop, and evaluation. Called by runs, chapters and tests. Floor 4.
+
+    sync ─▶ rollout ─▶ score ─▶ advantage ─▶ recompute ─▶ update
+     │        │                               │             │
+     engine takes the trainer's weights       trainer's     clipped loss, optimizer,
+     (version v)                              log-probs     version v + 1
+
+Each arrow waits for the one before, so every sample trains the weights that drew it: lag 0. The
+loop takes anything with the `call` of a worker group; it holds no state but the step number, which
+is also the data cursor, so a resumed run needs no more than its start.
+
+Shape letters: P prompts, G samples per prompt, N tokens of the batch.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardloop.config import DTypeName, GRPOConfig, Std, TrainConfig
+from shardloop.controller.groups import WorkerGroup
+from shardloop.controller.rollouts import Rollout, rollout, step_seed
+from shardloop.controller.scoring import Sample, Scores, score_rollouts
+from shardloop.metrics import PhaseTimes
+from shardloop.rl.advantages import grpo_advantages
+from shardloop.rl.batch import Batch, make_batch
+from shardloop.rl.correction import truncated_weights
+from shardloop.rl.kl import kl_k3
+from shardloop.schedule import learning_rate
+from shardloop.types import Prompt, RewardFn, Sampling, Task, Tokenizer
+
+Metrics = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """What one step of the loop leaves behind."""
+
+    number: int
+    """Steps done so far, this one included: where a resumed run starts."""
+    metrics: Metrics
+    """JSON numbers and, under `seconds`, the seconds of each phase."""
+    samples: Sequence[Sample]
+
+
+def grpo_steps(
+    *,
+    trainer: WorkerGroup,
+    engine: WorkerGroup,
+    sync: WorkerGroup,
+    task: Task,
+    reward: RewardFn,
+    tokenizer: Tokenizer,
+    sampling: Sampling,
+    context_length: int,
+    config: TrainConfig,
+    start: int = 0,
+) -> Iterator[Step]:
+    """Run steps `start` to `config.steps`, one at each `next`.
+
+    Between them the caller may evaluate, save, sync or stop.
+
+    Args:
+        trainer, engine, sync: groups of `Trainer`, `Engine` and `WeightSync`, or objects like them.
+        sampling: how completions are drawn, stop tokens included.
+        context_length: most tokens of prompt and completion together.
+        start: steps already done by an earlier run.
+    Raises:
+        TaskError: a prompt that does not fit. RewardError: a reward that fails.
+        WorkerError: a rank that fails.
+    """
+    grpo = config.grpo
+    is_stale = True  # the caller may have changed the trainer's weights before
+    for step in range(start, config.steps):
+        times = PhaseTimes()
+        began = time.perf_counter()
+        prompts = task.prompts(
+            "train",
+            seed=config.seed,
+            start=step * grpo.prompts_per_step,
+            count=grpo.prompts_per_step,
+        )
+        with times.phase("sync"):
+            version = trainer.call("version", collect="same")
+            wire_bytes = sync.call("sync", version, collect="first").wire_bytes if is_stale else 0
+        with times.phase("rollout"):
+            groups = rollout(
+                engine,
+                prompts,
+                samples_per_prompt=grpo.samples_per_prompt,
+                sampling=sampling,
+                tokenizer=tokenizer,
+                seed=step_seed(config.seed, step),
+                context_length=context_length,
+            )
+            assert_no_lag(groups, version)
+        with times.phase("score"):
+            scores = score_rollouts(groups, reward=reward, tokenizer=tokenizer)
+        with times.phase("advantage"):
+            batch = advantage_batch(groups, scores, std=grpo.std, dtype=config.trainer.dtype)
+        with times.phase("recompute"):
+            batch, recompute_metrics = recompute(trainer, batch, grpo)
+        with times.phase("update"):
+            lr = learning_rate(step, config.steps, config.optim)
+            has_signal = scores.num_flat_groups < len(groups) or grpo.kl_coef > 0.0
+            update_metrics = update(trainer, batch, grpo, lr=lr, has_signal=has_signal)
+        is_stale = has_signal
+        metrics = {"step": step + 1, "version": version}
+        metrics |= sample_metrics(scores) | update_metrics | recompute_metrics
+        metrics |= {"lr": lr, "wire_bytes": wire_bytes}
+        metrics |= speed_metrics(scores, times, seconds=time.perf_counter() - began)
+        yield Step(number=step + 1, metrics=metrics, samples=scores.samples)
+
+
+def assert_no_lag(groups: Sequence[Rollout], version: int) -> None:
+    """Every token comes from the weights that are about to be trained."""
+    versions = {
+        v for group in groups for completion in group.completions for v in completion.version_T
+    }
+    assert versions == {version}, (
+        f"tokens of versions {sorted(versions)} reached trainer version {version}"
+    )
+
+
+def advantage_batch(
+    groups: Sequence[Rollout], scores: Scores, *, std: Std, dtype: DTypeName
+) -> Batch:
+    """Values are float64 where the trainer computes in it, else float32."""
+    advantages_PG = grpo_advantages(scores.rewards_PG, std=std)
+    wide = torch.float64 if dtype == "float64" else torch.float32
+    completions = [completion for group in groups for completion in group.completions]
+    return make_batch(completions, advantages_PG.flatten().to(wide))
+
+
+def recompute(trainer: WorkerGroup, batch: Batch, grpo: GRPOConfig) -> tuple[Batch, Metrics]:
+    """Add the trainer's own log-probs, the reference's for a KL term, and the correction weights.
+
+    Returns:
+        The fuller batch; and gap_mean and gap_max of |old - engine's full log-prob| over the loss
+        tokens, ess, and kl (k3 to the reference, exactly 0 while both have the same weights).
+    """
+    assert batch.behave_N is not None and batch.full_N is not None, "made from completions"
+    mask_N = batch.loss_mask_N
+    old_N: Tensor = trainer.call("logprobs", batch, collect="sum")
+    correction = truncated_weights(
+        old_N,
+        batch.full_N,
+        kind=grpo.correction,
+        cap=grpo.correction_cap,
+        mask_N=mask_N,
+        offsets=batch.offsets,
+    )
+    gap_n = (old_N - batch.full_N)[mask_N].abs()
+    metrics = {
+        "gap_mean": gap_n.mean().item(),
+        "gap_max": gap_n.max().item(),
+        "ess": correction.ess,
+    }
+    batch = replace(batch, old_N=old_N, weights_N=correction.weights_N)
+    if grpo.kl_coef > 0.0:
+        ref_N: Tensor = trainer.call("logprobs", batch, policy="reference", collect="sum")
+        metrics["kl"] = kl_k3(old_N, ref_N)[mask_N].mean().item()
+        batch = replace(batch, ref_N=ref_N)
+    return batch, metrics
+
+
+def update(
+    trainer: WorkerGroup, batch: Batch, grpo: GRPOConfig, *, lr: float, has_signal: bool
+) -> Metrics:
+    """`inner_epochs` optimizer steps on one batch, counted as one version.
+
+    Without signal (every group's rewards equal, and no KL term) the gradient is exactly 0 and no
+    step is made: AdamW would move the weights all the same, by its moments and its decay.
+
+    Returns:
+        Means over the inner epochs of what the trainer reports, and `update`: 1, or 0 if no step.
+    """
+    if not has_signal:
+        metrics = trainer.call("forward_backward", batch, grpo, collect="sum")
+        return {**metrics, "grad_norm": 0.0, "update": 0}
+    epochs = []
+    for _ in range(grpo.inner_epochs):
+        metrics = trainer.call("forward_backward", batch, grpo, collect="sum")
+        epochs.append(metrics | trainer.call("step", lr, collect="same"))
+    trainer.call("advance_version", collect="same")
+    return {**{name: sum(e[name] for e in epochs) / len(epochs) for name in epochs[0]}, "update": 1}
+
+
+def sample_metrics(scores: Scores) -> Metrics:
+    samples = scores.samples
+    return {
+        "reward": scores.rewards_PG.mean().item(),
+        "reward_std": scores.rewards_PG.std(correction=0).item(),
+        "zero_signal_fraction": scores.num_flat_groups / len(scores.rewards_PG),
+        "finished_fraction": sum(sample.finished for sample in samples) / len(samples),
+        "tokens": sum(sample.num_tokens for sample in samples),
+    }
+
+
+def speed_metrics(scores: Scores, times: PhaseTimes, *, seconds: float) -> Metrics:
+    tokens = sum(sample.num_tokens for sample in scores.samples)
+    return {
+        "tokens_per_s": tokens / seconds,
+        "rollout_tokens_per_s": tokens / max(times.seconds["rollout"], 1e-9),
+        "step_s": seconds,
+        "seconds": dict(times.seconds),
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    samples: Sequence[Sample]
+    means: Mapping[str, float]
+    """Mean reward of each prompt, by uid."""
+
+    @property
+    def mean(self) -> float:
+        return sum(self.means.values()) / len(self.means)
+
+    @property
+    def num_successes(self) -> int:
+        """Completions with a full reward of 1 or more."""
+        return sum(sample.reward.value >= 1.0 for sample in self.samples)
+
+
+def evaluate(
+    *,
+    engine: WorkerGroup,
+    prompts: Sequence[Prompt],
+    reward: RewardFn,
+    tokenizer: Tokenizer,
+    sampling: Sampling,
+    context_length: int,
+    samples_per_prompt: int = 1,
+    seed: int = 0,
+) -> Evaluation:
+    """Judge completions of given prompts on the weights that the engine has.
+
+    Temperature 0 makes them greedy. Errors as `grpo_steps`.
+    """
+    groups = rollout(
+        engine,
+        prompts,
+        samples_per_prompt=samples_per_prompt,
+        sampling=sampling,
+        tokenizer=tokenizer,
+        seed=seed,
+        context_length=context_length,
+    )
+    scores = score_rollouts(groups, reward=reward, tokenizer=tokenizer)
+    means = scores.rewards_PG.mean(1).tolist()
+    return Evaluation(
+        samples=scores.samples,
+        means={prompt.uid: mean for prompt, mean in zip(prompts, means, strict=True)},
+    )

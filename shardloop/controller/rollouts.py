@@ -1,0 +1,125 @@
+"""From prompts to groups of completions, through an engine. Called by the loop. Floor 4.
+
+Shape letters: P prompts, G samples per prompt.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardloop.controller.groups import WorkerGroup
+from shardloop.errors import TaskError, WorkerError
+from shardloop.types import Completion, Prompt, Request, SampleId, Sampling, Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollout:
+    """The G completions of one prompt, in the order of their sample index."""
+
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+
+
+def rollout(
+    engine: WorkerGroup,
+    prompts: Sequence[Prompt],
+    *,
+    samples_per_prompt: int,
+    sampling: Sampling,
+    tokenizer: Tokenizer,
+    seed: int,
+    context_length: int,
+) -> list[Rollout]:
+    """Sample G completions of each prompt, on the weights that the engine has.
+
+    The same prompts, seed and weights give the same completions, whatever else the engine does.
+
+    Args:
+        engine: anything with `call("generate", requests, collect="first")`.
+        seed: noise of these samples (see `step_seed`).
+    Raises:
+        TaskError: a prompt is empty, or leaves no room for `sampling.max_tokens` in the context.
+        WorkerError: the engine gave fewer, other, aborted or empty completions.
+    """
+    requests = make_requests(
+        prompts,
+        samples_per_prompt=samples_per_prompt,
+        sampling=sampling,
+        tokenizer=tokenizer,
+        seed=seed,
+        context_length=context_length,
+    )
+    completions = engine.call("generate", requests, collect="first")
+    _check(completions, requests)
+    starts = range(0, len(requests), samples_per_prompt)
+    return [
+        Rollout(prompt=prompt, completions=tuple(completions[start : start + samples_per_prompt]))
+        for prompt, start in zip(prompts, starts, strict=True)
+    ]
+
+
+def make_requests(
+    prompts: Sequence[Prompt],
+    *,
+    samples_per_prompt: int,
+    sampling: Sampling,
+    tokenizer: Tokenizer,
+    seed: int,
+    context_length: int,
+) -> list[Request]:
+    """P x G requests, the samples of a prompt side by side.
+
+    A prompt that comes twice counts as another attempt, so that no two samples share their noise.
+    """
+    requests = []
+    times_seen: dict[str, int] = {}
+    for prompt in prompts:
+        prompt_ids = tuple(tokenizer.encode_prompt(prompt))
+        _check_length(prompt, len(prompt_ids), sampling, context_length)
+        attempt = times_seen.get(prompt.uid, 0)
+        times_seen[prompt.uid] = attempt + 1
+        for index in range(samples_per_prompt):
+            sample_id = SampleId(prompt_uid=prompt.uid, index=index, attempt=attempt)
+            requests.append(
+                Request(prompt_ids=prompt_ids, sampling=sampling, sample_id=sample_id, seed=seed)
+            )
+    return requests
+
+
+def step_seed(seed: int, step: int) -> int:
+    """Seed of one step's sampling noise, in [0, 2**63): a pure function of the run's seed and step.
+
+    A prompt that returns in a later step meets new noise, and a resumed run the noise it would have
+    met.
+    """
+    digest = hashlib.blake2b(f"rollout/{seed}/{step}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _check_length(prompt: Prompt, length: int, sampling: Sampling, context_length: int) -> None:
+    if length == 0:
+        raise TaskError(f"prompt {prompt.uid!r} has no tokens; give it some text")
+    if length + sampling.max_tokens > context_length:
+        raise TaskError(
+            f"prompt {prompt.uid!r} has {length} tokens; with max_tokens={sampling.max_tokens} it "
+            f"exceeds the model's context of {context_length}: shorten it to "
+            f"{context_length - sampling.max_tokens} tokens, or lower max_tokens"
+        )
+
+
+def _check(completions: Sequence[Completion], requests: Sequence[Request]) -> None:
+    if len(completions) != len(requests):
+        raise WorkerError(
+            f"the engine answered {len(requests)} requests by {len(completions)} completions"
+        )
+    for request, completion in zip(requests, completions, strict=True):
+        if completion.request != request:
+            raise WorkerError(
+                f"the engine answered {request.sample_id} by {completion.request.sample_id}; "
+                "completions must come in the order of the requests"
+            )
+        if completion.finish_reason == "aborted" or not completion.token_ids_T:
+            raise WorkerError(
+                f"the completion of {request.sample_id} is {completion.finish_reason} after "
+                f"{len(completion.token_ids_T)} tokens; every sample of a batch must be finished"
+            )

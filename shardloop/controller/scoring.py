@@ -1,0 +1,92 @@
+"""Rewards of completions, and what a person reads about them. Called by the loop. Floor 4.
+
+Shape letters: P prompts, G samples per prompt.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardloop.controller.rollouts import Rollout
+from shardloop.errors import RewardError
+from shardloop.rewards import score
+from shardloop.types import Completion, Prompt, Reward, RewardFn, Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """A completion as text, with its reward."""
+
+    prompt: Prompt
+    index: int
+    text: str
+    reward: Reward
+    num_tokens: int
+    finished: bool
+
+    def record(self) -> Mapping[str, Any]:
+        """As JSON data, for a log of samples."""
+        return {
+            "uid": self.prompt.uid,
+            "index": self.index,
+            "text": self.text,
+            "reward": self.reward.value,
+            "parts": dict(self.reward.parts),
+            "why": self.reward.text,
+            "num_tokens": self.num_tokens,
+            "finished": self.finished,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Scores:
+    rewards_PG: Tensor
+    """float64 [P, G]."""
+    samples: Sequence[Sample]
+    """P x G of them, the samples of a prompt side by side."""
+
+    @property
+    def num_flat_groups(self) -> int:
+        """Groups whose rewards are all equal: they have nothing to teach."""
+        return int((self.rewards_PG.amax(1) == self.rewards_PG.amin(1)).sum())
+
+
+def score_rollouts(
+    rollouts: Sequence[Rollout], *, reward: RewardFn, tokenizer: Tokenizer
+) -> Scores:
+    """Judge every completion.
+
+    Raises:
+        RewardError: the reward raised (that exception is the cause) or returned something that is
+            no finite number; names the reward, the prompt, the sample and the value.
+    """
+    samples = [
+        _judge(reward, tokenizer, rollout.prompt, index, completion)
+        for rollout in rollouts
+        for index, completion in enumerate(rollout.completions)
+    ]
+    values = torch.tensor([sample.reward.value for sample in samples], dtype=torch.float64)
+    return Scores(rewards_PG=values.reshape(len(rollouts), -1), samples=samples)
+
+
+def _judge(
+    reward: RewardFn, tokenizer: Tokenizer, prompt: Prompt, index: int, completion: Completion
+) -> Sample:
+    text = tokenizer.decode(completion.token_ids_T)
+    finished = completion.finish_reason == "stop"
+    try:
+        judged = score(reward, prompt, text, finished=finished)
+    except RewardError as error:
+        name = getattr(reward, "__name__", type(reward).__name__)
+        raise RewardError(f"reward {name}, sample {index}: {error}") from error.__cause__ or error
+    return Sample(
+        prompt=prompt,
+        index=index,
+        text=text,
+        reward=judged,
+        num_tokens=len(completion.token_ids_T),
+        finished=finished,
+    )

@@ -1,0 +1,261 @@
+"""Our own engine: continuous batching over a slot cache, tensor-parallel.
+
+Held by the workers of the engine role. Floor 3.
+
+    submit ──▶ queue ──admit──▶ slots ──step: one token each──▶ finished
+                 │                │
+                 └─ abort ────────┴──▶ aborted, with the tokens so far
+
+A step decodes all slots in use as one batch and fills free slots from the queue. A prompt goes
+through the model once; its samples copy its keys and values. An update drops every key and value:
+sequences in flight go through the new weights as wholes before their next token.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardloop.engines.base import UpdateGate, check_requests
+from shardloop.engines.prefix import PrefixStore
+from shardloop.engines.runner import Runner
+from shardloop.engines.sampling import draw
+from shardloop.engines.slots import Slots
+from shardloop.engines.weights import local_pairs
+from shardloop.errors import ModelError, UsageError
+from shardloop.layout import Layout
+from shardloop.model import Decoder, DecoderConfig, TensorParallel
+from shardloop.reshard.bind import check_bound
+from shardloop.types import Completion, Request, SampleId
+
+
+class LocalEngine:
+    """One tensor-parallel rank of our engine; every rank makes the same calls, see `base.Engine`.
+
+    Counts `num_steps`, `num_drawn_tokens` and `num_prefilled_tokens` (padding not counted).
+    """
+
+    def __init__(
+        self,
+        hf_config: Mapping[str, Any],
+        *,
+        layout: Layout,
+        rank: int,
+        comm: TensorParallel,
+        dtype: torch.dtype,
+        max_slots: int,
+        max_model_len: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """An engine without weights; it refuses to run until the first `commit_update`.
+
+        Args:
+            hf_config: contents of the model's config.json.
+            layout: an engine layout of that model; `rank` is this engine's rank in it.
+            comm: this rank's end of the tensor-parallel group.
+            max_slots: most sequences decoded at the same time; memory is taken as needed.
+            max_model_len: most tokens of prompt and completion; the model's context by default.
+        Raises:
+            ModelError: the model has settings we cannot run. LayoutError: it cannot be cut so.
+            PlanError: `layout` and `rank` do not describe the tensors of this model and `comm`.
+            UsageError: max_slots below 1, or max_model_len not between 2 and the model's context.
+        """
+        self._config = DecoderConfig.from_hf(hf_config)
+        context = self._config.max_positions
+        self.max_model_len = context if max_model_len is None else max_model_len
+        if max_slots < 1:
+            raise UsageError(f"max_slots={max_slots}; choose 1 or more")
+        if not 2 <= self.max_model_len <= context:
+            raise UsageError(
+                f"max_model_len={self.max_model_len}; choose 2 to max_position_embeddings={context}"
+            )
+        self.max_slots = max_slots
+        self._decoder = Decoder(self._config, tp=comm, dtype=dtype, device=device)
+        check_bound(layout, rank, self._decoder.tensors(), dtype=dtype)
+        self._layout, self._rank = layout, rank
+        self._gate = UpdateGate()
+        self._queue: deque[Request] = deque()
+        self._prefixes = PrefixStore()
+        self._slots = Slots(
+            num_layers=self._config.num_layers,
+            num_kv_heads=self._config.local_heads(comm.size)[1],
+            head_dim=self._config.head_dim,
+            dtype=dtype,
+            device=torch.device(device),
+        )
+        self._runner = Runner(self._decoder, slots=self._slots, prefixes=self._prefixes)
+        self._stale = False
+        self._unclaimed: list[Completion] = []
+        self.num_steps = self.num_drawn_tokens = 0
+
+    @property
+    def version(self) -> int:
+        return self._gate.version
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that are queued or in a slot."""
+        return len(self._queue) + len(self._slots)
+
+    @property
+    def num_prefilled_tokens(self) -> int:
+        return self._runner.num_prefilled_tokens
+
+    def layout(self) -> Layout:
+        return self._layout
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self._decoder.tensors()
+
+    def begin_update(self, version: int) -> None:
+        self._gate.begin(version)
+        self._prefixes.clear()
+        self._slots.drop_cache()
+        self._stale = len(self._slots) > 0
+
+    def write(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        self._gate.check_updating("write")
+        for local, value in pairs:
+            local.copy_(value)
+
+    def commit_update(self) -> None:
+        """As `Engine.commit_update`; the update stays open if it leaves the weights unusable.
+
+        Raises:
+            UsageError: no update is open.
+            ModelError: tensors with elements that are not finite, all listed: the update did not
+                write them (fresh weights are NaN) or the policy diverged.
+        """
+        self._gate.check_updating("commit_update")
+        broken = [name for name, tensor in self.tensors().items() if not _all_finite(tensor)]
+        if broken:
+            raise ModelError(
+                f"not all elements are finite after the update: {', '.join(broken)}; "
+                "write every tensor, from a policy that has not diverged"
+            )
+        self._gate.commit()
+
+    def load_from_state_dict(self, state_dict: Mapping[str, Tensor], *, version: int = 0) -> None:
+        """A whole update from tensors by Hugging Face name, cast to the engine's dtype.
+
+        Raises:
+            ModelError: missing, unknown or misshapen tensors, all listed; the update stays open.
+        """
+        self.begin_update(version)
+        self.write(local_pairs(self._layout, self._rank, self.tensors(), state_dict))
+        self.commit_update()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        check_requests(
+            requests,
+            in_flight=(request.sample_id for request in (*self._queue, *self._slots.requests)),
+            vocab_size=self._config.vocab_size,
+            max_model_len=self.max_model_len,
+        )
+        for request in requests:
+            self._prefixes.acquire(request.prompt_ids)
+        self._queue.extend(requests)
+        if requests:
+            self._slots.reserve(
+                num_slots=min(self.max_slots, 1 << (self.num_in_flight - 1).bit_length()),
+                num_tokens=max(len(r.prompt_ids) + r.sampling.max_tokens for r in requests),
+            )
+
+    def step(self) -> list[Completion]:
+        self._gate.check_ready("step")
+        ended: list[Completion] = []
+        if self.num_in_flight:
+            self._draw(self._next_logits())
+            ended = self._release(self._slots.finished())
+        ended, self._unclaimed = self._unclaimed + ended, []
+        return ended
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        self._gate.check_ready("generate")
+        self.submit(requests)
+        wanted = [request.sample_id for request in requests]
+        open_ids, done = set(wanted), dict[SampleId, Completion]()
+        others, self._unclaimed = self._unclaimed, []
+        try:
+            while open_ids:
+                for completion in self.step():
+                    sample = completion.request.sample_id
+                    if sample in open_ids:
+                        done[sample] = completion
+                        open_ids.discard(sample)
+                    else:
+                        others.append(completion)
+        finally:
+            # After an error the engine must be as if these had never been asked for.
+            self.abort([sample for sample in wanted if sample in open_ids])
+            self._unclaimed += others
+        return [done[sample] for sample in wanted]
+
+    def abort(self, sample_ids: Iterable[SampleId]) -> list[Completion]:
+        ids = list(dict.fromkeys(sample_ids))
+        slots = {r.sample_id: slot for slot, r in enumerate(self._slots.requests)}
+        queued = {r.sample_id: r for r in self._queue}
+        unknown = [sample for sample in ids if sample not in slots and sample not in queued]
+        if unknown:
+            raise UsageError(
+                f"abort of {unknown[0]}: it is not in flight; abort what was submitted"
+            )
+        running = [sample for sample in ids if sample in slots]
+        ended = self._release([slots[sample] for sample in running], aborted=True)
+        completions = dict(zip(running, ended, strict=True))
+        for sample in ids:
+            if sample in queued:
+                self._prefixes.release(queued[sample].prompt_ids)
+                completions[sample] = _nothing_drawn(queued[sample])
+        dropped = set(ids)
+        self._queue = deque(r for r in self._queue if r.sample_id not in dropped)
+        return [completions[sample] for sample in ids]
+
+    def _release(self, slots: Sequence[int], *, aborted: bool = False) -> list[Completion]:
+        completions = self._slots.release(slots, aborted=aborted) if slots else []
+        for completion in completions:
+            self._prefixes.release(completion.request.prompt_ids)
+        return completions
+
+    def _next_logits(self) -> Tensor:
+        """Logits of the next token of every slot in use, after filling free ones from the queue."""
+        logits = []
+        if len(self._slots):
+            logits.append(self._runner.refill() if self._stale else self._runner.decode())
+        self._stale = False
+        num_free = min(self.max_slots - len(self._slots), len(self._queue))
+        if num_free:
+            admitted = [self._queue.popleft() for _ in range(num_free)]
+            logits.append(self._runner.admit(admitted, version=self.version))
+        return torch.cat(logits)
+
+    def _draw(self, logits_nV: Tensor) -> None:
+        if not _all_finite(logits_nV):
+            raise ModelError(
+                f"the weights of version={self.version} give logits that are not finite; "
+                "the policy has diverged or overflows its dtype"
+            )
+        drawn = draw(logits_nV, self._slots.sampling, positions_n=self._slots.num_drawn_n())
+        self._slots.append(drawn, version=self.version)
+        self.num_steps += 1
+        self.num_drawn_tokens += len(self._slots)
+
+
+def _all_finite(tensor: Tensor) -> bool:
+    """True where no element is NaN or infinite. Both survive a sum, which is one quick pass."""
+    total = tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32))
+    return bool(total.isfinite()) or bool(tensor.isfinite().all())
+
+
+def _nothing_drawn(request: Request) -> Completion:
+    return Completion(
+        request=request,
+        token_ids_T=(),
+        behave_T=(),
+        full_T=(),
+        version_T=(),
+        loss_mask_T=(),
+        finish_reason="aborted",
+    )

@@ -1,0 +1,75 @@
+"""Binds a layout to live tensors: do they have the names, shapes and dtypes it declares? Floor 1.
+
+A proof speaks of declared layouts; this check ties the declaration to what is really in memory.
+Called by the executors on every rank before the first byte moves.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import torch
+
+from shardloop.errors import PlanError
+from shardloop.layout import Layout, Piece
+
+Strides = Literal["contiguous", "any"]
+
+
+def check_bound(
+    layout: Layout,
+    rank: int,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    dtype: torch.dtype | None = None,
+    strides: Strides = "contiguous",
+) -> None:
+    """Compare the local tensors of layout rank `rank` with what `layout` declares for it.
+
+    Args:
+        rank: position within the layout (0 .. world_size - 1), not the global rank.
+        tensors: local tensors by local name. A declared shard without elements may be left out.
+        dtype: the dtype that all must have; None accepts any floating-point dtype.
+        strides: "contiguous" refuses any other; "any" accepts all (a source is packed by copy).
+    Raises:
+        PlanError: naming every missing, unexpected and misfitting tensor, not just the first.
+    """
+    faults = list(_faults(layout.local_shapes(rank), tensors, dtype=dtype, strides=strides))
+    if faults:
+        listed = "\n  ".join(faults)
+        raise PlanError(
+            f"the tensors of rank {rank} do not fit layout {layout.spec!r} "
+            f"({len(faults)} faults):\n  {listed}\n"
+            "pass the local tensors of this layout, or declare the layout that they really have"
+        )
+
+
+def piece_view(piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
+    """The part of local tensor `tensor` that `piece` describes, a view in the shape of its box."""
+    local = tensor[tuple(slice(lo, hi) for lo, hi in piece.local_box)]
+    return local.view([hi - lo for lo, hi in piece.box])
+
+
+def _faults(
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    dtype: torch.dtype | None,
+    strides: Strides,
+) -> Iterator[str]:
+    for name, shape in shapes.items():
+        if name not in tensors:
+            if 0 not in shape:
+                yield f"missing: {name} of shape {shape}"
+            continue
+        tensor = tensors[name]
+        if tuple(tensor.shape) != tuple(shape):
+            yield f"shape of {name} is {tuple(tensor.shape)}, the layout says {tuple(shape)}"
+        if dtype is None and not tensor.is_floating_point():
+            yield f"dtype of {name} is {tensor.dtype}, it must be a floating-point dtype"
+        if dtype is not None and tensor.dtype != dtype:
+            yield f"dtype of {name} is {tensor.dtype}, it must be {dtype}"
+        if strides == "contiguous" and not tensor.is_contiguous():
+            yield f"strides of {name} are {tensor.stride()}: it must be contiguous"
+    for name in tensors:
+        if name not in shapes:
+            yield f"unexpected: {name} of shape {tuple(tensors[name].shape)}"

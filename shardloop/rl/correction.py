@@ -1,0 +1,111 @@
+"""Truncated importance weights for tokens that another program sampled. Floor 1.
+
+The engine samples with its own kernels and precision, perhaps with older weights: its log-prob of a
+token (`behave`) differs from the trainer's (`old`). The weight exp(old - behave), cut at a cap and
+multiplied into the loss, corrects the mean for that. Called by the controller or the trainer on the
+whole batch. Shapes: B rows · N tokens of all rows.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shardloop.config import CorrectionKind
+from shardloop.errors import UsageError
+
+Kind = CorrectionKind | Literal["geometric"]
+"""How the log-ratios of a row become its weights; see `truncated_weights`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Correction:
+    weights_N: Tensor
+    """Constants of at most `cap` on the loss tokens, 0 elsewhere."""
+    ess: float
+    """Effective share of samples, (Σw)² / (k Σw²) in (0, 1], over the k tokens ("token", "none") or
+    rows ("sequence", "geometric") that have a weight; 1 when all weights are equal."""
+    truncated_fraction: float
+    """Share of those k weights that the cap cut."""
+    gap_mean: float
+    """Mean |old - behave| over the loss tokens."""
+    gap_max: float
+
+
+def truncated_weights(
+    old_N: Tensor, behave_N: Tensor, *, kind: Kind, cap: float, mask_N: Tensor, offsets: Tensor
+) -> Correction:
+    """min(exp(log-ratio), cap) on every loss token, where the log-ratio is, for d = old - behave,
+
+        "token"       d of the token itself
+        "sequence"    Σ d over the row's loss tokens: the PRODUCT of its ratios
+        "geometric"   mean of d over them: the geometric MEAN of its ratios
+        "none"        0: every weight is 1
+
+    A row of 200 tokens, each 0.01 apart: 7.389 as product, 1.0101 as geometric mean. The product is
+    the exact weight of a sequence, but its spread grows with length; the mean is biased.
+
+    `behave_N` decides what is corrected for. Sampling with top-p 0.8 from (.5, .3, .15, .05) keeps
+    two tokens and divides by 0.8; against the trainer's full distribution the engine's renormalised
+    log-probs then give 0.8 per token even when both programs agree exactly, and 0.8^100 = 2.0e-10
+    for a row of 100. The engine's full log-probs (`Batch.full_N`) give 1: pass those to correct for
+    kernels, precision and stale weights alone.
+
+    Args:
+        old_N, behave_N: float [N], natural log-probs at one temperature; no gradient flows.
+        mask_N: bool [N], the loss tokens. Values elsewhere do not matter.
+        offsets: int64 [B + 1], as in `Batch`.
+    Raises:
+        UsageError: an unknown kind, a cap below 1, shapes that differ, a log-prob at a loss token
+            that is NaN or infinite.
+    """
+    if kind not in ("none", "token", "sequence", "geometric"):
+        raise UsageError(f"kind={kind!r}; choose none, token, sequence or geometric")
+    if not cap >= 1.0:
+        raise UsageError(f"cap={cap}; choose 1 or more (infinity for no cap)")
+    if not old_N.shape == behave_N.shape == mask_N.shape:
+        shapes = [tuple(tensor.shape) for tensor in (old_N, behave_N, mask_N)]
+        raise UsageError(f"old, behave and mask have shapes {shapes}; each needs one value a token")
+    gap_n = (old_N.detach() - behave_N.detach())[mask_N]
+    if not bool(gap_n.isfinite().all()):
+        raise UsageError("a log-prob at a loss token is NaN or infinite; check the engine's output")
+    rows_B = torch.arange(len(offsets) - 1, device=offsets.device)
+    row_n = rows_B.repeat_interleave(offsets.diff())[mask_N]
+    log_ratios, index_n = _log_ratios(gap_n, row_n, kind=kind)
+    log_weights = log_ratios.clamp(max=math.log(cap))
+    weights_N = torch.zeros_like(old_N, requires_grad=False)
+    weights_N[mask_N] = log_weights.exp().clamp(max=cap)[index_n]
+    return Correction(
+        weights_N=weights_N,
+        ess=_effective_share(log_weights),
+        truncated_fraction=_mean((log_ratios > math.log(cap)).double()),
+        gap_mean=_mean(gap_n.abs()),
+        gap_max=float(gap_n.abs().max()) if len(gap_n) else 0.0,
+    )
+
+
+def _log_ratios(gap_n: Tensor, row_n: Tensor, *, kind: Kind) -> tuple[Tensor, Tensor]:
+    """The distinct log-ratios (k of them), and which of them each of the n loss tokens takes."""
+    if kind in ("none", "token"):
+        each_n = torch.arange(len(gap_n), device=gap_n.device)
+        return gap_n if kind == "token" else torch.zeros_like(gap_n), each_n
+    num_tokens_B = row_n.bincount()
+    has_tokens_B = num_tokens_B > 0
+    index_n = (has_tokens_B.cumsum(0) - 1)[row_n]
+    num_tokens_k = num_tokens_B[has_tokens_B]
+    sums_k = gap_n.new_zeros(len(num_tokens_k)).index_add(0, index_n, gap_n)
+    return sums_k if kind == "sequence" else sums_k / num_tokens_k, index_n
+
+
+def _effective_share(log_weights: Tensor) -> float:
+    """From logs, with the largest scaled to 1: products too small for a float still count."""
+    if not len(log_weights):
+        return 1.0
+    scaled = (log_weights.double() - log_weights.max()).exp()
+    return float(scaled.sum().square() / (len(scaled) * scaled.square().sum()))
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.double().mean()) if len(values) else 0.0

@@ -1,0 +1,42 @@
+"""Three estimators of KL(policy || reference), one number per sampled token. Floor 1.
+
+Called by the trainer for the KL term of the loss, and for metrics. With d = new - ref (log-probs of
+tokens drawn from the policy) and expectation E over those draws:
+
+    estimator            E of the value     E of its gradient, when it is put into the loss
+    k1 = d               KL                 0: it does nothing to the policy but add noise
+    k2 = d² / 2          biased             the true gradient of KL
+    k3 = e^-d - 1 + d    KL, never < 0      that of KL(reference || policy)
+
+Worked numbers, exact over three tokens: policy logits (0.5, -0.2, 0.1), reference log-probs
+log_softmax(0, 0.3, -0.4). KL = 0.10285 with gradient (0.1058, -0.1767, 0.0709).
+
+    k1   value 0.10285   gradient (0, 0, 0)
+    k2   value 0.09361   gradient (0.1058, -0.1767, 0.0709)
+    k3   value 0.10285   gradient (0.1304, -0.2178, 0.0874)
+
+k1 or k3 multiplied by the differentiable ratio exp(new - new.detach()) also has the true gradient.
+"""
+
+import torch
+from torch import Tensor
+
+
+def kl_k1(new_n: Tensor, ref_n: Tensor) -> Tensor:
+    """new - ref. As a value unbiased (0.10285), in a loss its expected gradient is 0."""
+    return new_n - ref_n
+
+
+def kl_k2(new_n: Tensor, ref_n: Tensor) -> Tensor:
+    """(new - ref)² / 2. As a value biased (0.09361 for 0.10285), in a loss the true gradient."""
+    return (new_n - ref_n).square() / 2
+
+
+def kl_k3(new_n: Tensor, ref_n: Tensor) -> Tensor:
+    """exp(ref - new) - 1 - (ref - new). Unbiased and never negative; GRPO's term.
+
+    In a loss its gradient is the one of KL(reference || policy): near the true one while the two
+    are close, (0.1304, -0.2178, 0.0874) against (0.1058, -0.1767, 0.0709) above.
+    """
+    log_ratio_n = ref_n - new_n
+    return torch.expm1(log_ratio_n) - log_ratio_n

@@ -1,0 +1,113 @@
+"""What tasks share: the train/test split, the order of a stream, evaluation prompts. Floor 1.
+
+Called by the tasks beside it, by `controller.rollouts` (streams, stop tokens) and by evaluation.
+
+A stream is counter-based: position `i` of `(split, seed)` is a pure function of those three, so a
+resumed run needs no saved generator. One pass over the questions of a split is a keyed permutation
+of them: no question comes twice before every question came once.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Generic, TypeVar
+
+from shardloop.errors import TaskError
+from shardloop.types import Prompt, Split, Task, Tokenizer
+
+TEST_ONE_IN = 10
+FEISTEL_ROUNDS = 4
+MIN_STRETCH = 64
+
+Q = TypeVar("Q")
+"""What a task makes a prompt from: a number, a pair, a line of a file."""
+
+
+def stable_hash(*parts: object) -> int:
+    """64-bit hash of the parts' text: equal in every process and on every machine."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(blake2b(text.encode("utf-8"), digest_size=8).digest(), "big")
+
+
+def split_of(question: str) -> Split:
+    """The side a question belongs to, by its text alone: 1 in 10 is held out."""
+    return "test" if stable_hash("split", question) % TEST_ONE_IN == 0 else "train"
+
+
+def shuffled(size: int, position: int, *, key: str) -> int:
+    """Entry `position` of a permutation of range(size) that only `key` decides.
+
+    A Feistel network permutes the next power of four; walking along a cycle until it comes back
+    below `size` makes it a permutation of the range itself. Costs O(1), whatever the size.
+    """
+    assert 0 <= position < size, f"position={position} is outside range({size})"
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half_bits) - 1
+    value = position
+    while True:
+        left, right = value >> half_bits, value & mask
+        for turn in range(FEISTEL_ROUNDS):
+            left, right = right, left ^ (stable_hash(key, turn, right) & mask)
+        value = left << half_bits | right
+        if value < size:
+            return value
+
+
+@dataclass(kw_only=True)
+class FiniteTask(Generic[Q]):
+    """A task whose questions can all be counted: the stream shuffles them anew in each pass."""
+
+    name: str
+    default_reward: str
+    train: Sequence[Q]
+    test: Sequence[Q]
+    to_prompt: Callable[[Q], Prompt]
+    stop_text: str | None = None
+    """Text that ends an answer besides the tokenizer's stop tokens; see `stop_token_ids`."""
+
+    def prompts(self, split: Split, *, seed: int, start: int, count: int) -> Sequence[Prompt]:
+        questions = self.test if split == "test" else self.train
+        if len(questions) == 0:
+            raise TaskError(f"task {self.name}: the {split} split has no prompts")
+        size = len(questions)
+        chosen = []
+        for index in range(start, start + count):
+            turn, position = divmod(index, size)
+            place = shuffled(size, position, key=f"{self.name}/{split}/{seed}/{turn}")
+            chosen.append(self.to_prompt(questions[place]))
+        return chosen
+
+
+def evaluation_prompts(task: Task, *, count: int, seed: int = 0) -> list[Prompt]:
+    """The first `count` distinct held-out questions, the same ones at every call.
+
+    Fewer where the task has fewer: it ends when a whole stretch of the stream brings nothing new.
+    """
+    stretch = max(count, MIN_STRETCH)
+    distinct: dict[str, Prompt] = {}
+    start = 0
+    num_before = -1
+    while num_before < len(distinct) < count:
+        num_before = len(distinct)
+        for prompt in task.prompts("test", seed=seed, start=start, count=stretch):
+            distinct.setdefault(prompt.uid, prompt)
+        start += stretch
+    return list(distinct.values())[:count]
+
+
+def stop_token_ids(task: Task, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokenizer's stop tokens and, where the task ends an answer by a text, that text's token.
+
+    Raises:
+        TaskError: the text is not one token of this tokenizer, so it cannot stop an engine.
+    """
+    text = getattr(task, "stop_text", None)
+    if text is None:
+        return tokenizer.stop_token_ids
+    ids = tokenizer.encode(text)
+    if len(ids) != 1:
+        raise TaskError(
+            f"task {task.name}: it ends answers by {text!r}, which is {len(ids)} tokens of this"
+            " tokenizer; it must be exactly one"
+        )
+    return tuple(dict.fromkeys((*tokenizer.stop_token_ids, ids[0])))

@@ -1,0 +1,293 @@
+"""One rank of the trainer: log-probs, gradients, updates, checkpoints. Floor 3.
+
+Worker groups build one on every rank. All get the same global batch and take their own rows of it:
+
+    batch ──plan_packing──▶ own micro-batches ──policy──▶ log-probs  ┐ added up over ranks:
+                                                └──loss──▶ metrics   ┘ the answer
+    forward_backward (any number) ──▶ gradients, summed over ranks ──▶ step ──▶ weights
+
+Every pass runs in eval mode: the same rows give the same log-probs, bit for bit, with and without
+gradients, so the ratio of new to old is exactly 1 before the first update.
+
+Shape letters: N tokens of the batch, n scored tokens of a micro-batch.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardloop import hf
+from shardloop.checkpoint import load_checkpoint, save_checkpoint, together
+from shardloop.config import GRPOConfig, OptimConfig, TrainerConfig
+from shardloop.errors import ShardloopError, UsageError
+from shardloop.families import canonical_model
+from shardloop.layout import Layout, make_layout
+from shardloop.objective import check_batch, grpo_objective, sft_objective
+from shardloop.parallel.fsdp import (
+    full_tensor,
+    global_grad_norm,
+    local_tensor,
+    scale_gradients,
+    shard_policy,
+)
+from shardloop.parallel.mesh import make_mesh
+from shardloop.parallel.worker import RankContext
+from shardloop.policy import Policy
+from shardloop.rl.batch import Batch
+from shardloop.rl.packing import PackedRows, Rows, pack, plan_packing
+
+PolicyName = Literal["current", "reference"]
+
+
+class NonFiniteGradient(ShardloopError):
+    """The gradient norm is infinite or NaN: no update was made, the gradients were dropped."""
+
+    exit_code = 5
+
+
+class Trainer:
+    """Policy, optional reference policy and AdamW, cut over the ranks of one role by FSDP2.
+
+    Collective over the role's group: the constructor and every method but `shards`, `layout`,
+    `set_version`, `advance_version` and `new_optimizer`; all ranks call them in the same order
+    with the same arguments.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        *,
+        model_dir: Path | str,
+        config: TrainerConfig,
+        optim: OptimConfig,
+        reference: bool,
+        role: str = "trainer",
+    ) -> None:
+        """
+        Args:
+            model_dir: weights to start from, and the tokenizer that `export` copies.
+            reference: keep a frozen copy of the policy as it is now (see `freeze_reference`).
+        Raises:
+            ModelError: the folder is no usable model.
+            LayoutError: `config.layout` is none for a trainer, or of another number of ranks.
+        """
+        group = context.group(role)
+        assert group is not None, f"rank {context.rank} is not in role {role!r}"
+        self.version = 0
+        """Optimizer batches applied: `step` leaves it alone, `advance_version` adds one."""
+        self._group = group
+        self._device = context.device
+        self._config = config
+        self._model_dir = Path(model_dir)
+        self._hf_config = hf.load_config(model_dir)
+        self._mesh = make_mesh(config.layout, group=group, device_type=context.device.type)
+        self._policy = self._build_policy()
+        self._reference = self._build_policy().requires_grad_(False) if reference else None
+        self.new_optimizer(optim)
+
+    def _build_policy(self) -> Policy:
+        dtype = getattr(torch, self._config.dtype)
+        causal_lm = hf.load_model(self._model_dir, dtype=dtype).to(self._device)
+        return shard_policy(Policy(causal_lm), self._mesh).eval()
+
+    def set_version(self, version: int) -> None:
+        self.version = version
+
+    def advance_version(self) -> int:
+        """Counts one applied batch, however many steps were made on it; returns the new version."""
+        self.version += 1
+        return self.version
+
+    def new_optimizer(self, optim: OptimConfig) -> None:
+        """Forgets gradients and moments: AdamW starts anew with these settings."""
+        self._optim = optim
+        self._optimizer = torch.optim.AdamW(
+            self._policy.parameters(),
+            lr=optim.lr,
+            betas=(optim.beta1, optim.beta2),
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+        )
+        self._optimizer.zero_grad()
+        # Made now instead of in the first step, so that a fresh optimizer has the same keys in a
+        # checkpoint as a used one, and no dummy step has to create (and advance) them.
+        for parameter in self._policy.parameters():
+            self._optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32),
+                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+            }
+
+    @torch.no_grad()
+    def freeze_reference(self) -> None:
+        """Makes the reference equal to the current policy (after a supervised warm start)."""
+        reference = self._require_reference()
+        for frozen, live in zip(reference.parameters(), self._policy.parameters(), strict=True):
+            local_tensor(frozen).copy_(local_tensor(live))
+
+    def _require_reference(self) -> Policy:
+        if self._reference is None:
+            raise UsageError("this trainer keeps no reference policy; build it with reference=True")
+        return self._reference
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch, *, policy: PolicyName = "current") -> Tensor:
+        """Log-probs [N] of the batch's scored tokens at its temperature, on the CPU.
+
+        0 outside the loss mask and for rows of other ranks: the sum over ranks is the answer.
+        float64 if the trainer computes in it, else float32.
+        """
+        model = self._policy if policy == "current" else self._require_reference()
+        wide = torch.float64 if self._config.dtype == "float64" else torch.float32
+        logprobs_N = torch.zeros(len(batch.token_ids_N), dtype=wide)
+        for rows in self._own_micro_batches(batch):
+            packed = pack(batch, rows)
+            logprobs_n, _ = self._score(model, packed, batch.temperature)
+            logprobs_N[packed.flat_index_n] = logprobs_n.cpu()
+        return logprobs_N
+
+    def forward_backward(self, batch: Batch, loss: GRPOConfig | Literal["sft"]) -> dict[str, float]:
+        """Adds the gradients of one batch to those already there.
+
+        Denominators are the whole batch's loss tokens: packing and number of ranks do not matter.
+
+        Returns:
+            Metrics whose sum over ranks is the batch's mean over loss tokens: `loss`, `entropy`,
+            and for GRPO also `policy_loss`, `clip_fraction`, `approx_kl`, `ratio`, `kl`.
+        Raises:
+            UsageError: the batch lacks values that the loss needs.
+        """
+        check_batch(batch, loss)
+        totals: dict[str, float] = {}
+        for rows in self._own_micro_batches(batch):
+            packed = pack(batch, rows)
+            new_n, entropy_n = self._score(self._policy, packed, batch.temperature)
+            if loss == "sft":
+                objective, parts = sft_objective(new_n, batch)
+            else:
+                objective, parts = grpo_objective(new_n, batch, packed, loss)
+            torch.autograd.backward(objective)
+            parts["loss"] = objective.detach()
+            parts["entropy"] = entropy_n.detach().sum() / max(1, batch.num_loss_tokens)
+            for name, value in parts.items():
+                totals[name] = totals.get(name, 0.0) + value.item()
+        return totals
+
+    def _own_micro_batches(self, batch: Batch) -> list[Rows]:
+        packing = plan_packing(
+            batch.lengths,
+            row_tokens=self._config.row_tokens,
+            rows_per_micro_batch=self._config.rows_per_micro_batch,
+            num_ranks=dist.get_world_size(self._group),
+        )
+        return packing.micro_batches(dist.get_rank(self._group))
+
+    def _score(
+        self, model: Policy, packed: PackedRows, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        logprobs_n, entropy_n = model(
+            packed.input_ids_BT.to(self._device),
+            packed.position_ids_BT.to(self._device),
+            packed.segment_ids_BT.to(self._device),
+            packed.target_positions_n.to(self._device),
+            packed.target_ids_n.to(self._device),
+            temperature=temperature,
+        )
+        return logprobs_n, entropy_n
+
+    def step(self, lr: float) -> dict[str, float]:
+        """One AdamW update at learning rate `lr` with the gradients so far, then drops them.
+
+        Returns:
+            grad_norm before clipping and lr, the same on every rank.
+        Raises:
+            NonFiniteGradient: on every rank; the weights are as they were.
+            UsageError: there are no gradients.
+        """
+        parameters = list(self._policy.parameters())
+        if any(parameter.grad is None for parameter in parameters):
+            raise UsageError("step without gradients; call forward_backward first")
+        norm = global_grad_norm(parameters)
+        if not bool(norm.isfinite()):
+            self._optimizer.zero_grad()
+            raise NonFiniteGradient(
+                f"gradient norm is {norm.item()} at version {self.version}; the update was not "
+                "made: lower the learning rate, or look for non-finite advantages or log-probs"
+            )
+        scale_gradients(parameters, max_norm=self._optim.max_grad_norm, norm=norm)
+        for param_group in self._optimizer.param_groups:
+            param_group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return {"grad_norm": norm.item(), "lr": lr}
+
+    def shards(self) -> dict[str, Tensor]:
+        """This rank's part of every weight by Hugging Face name: live storage, even of 0 rows."""
+        return {name: local_tensor(weight) for name, weight in self._policy.named_parameters()}
+
+    def layout(self) -> Layout:
+        """Where the elements of `shards` lie in the model."""
+        return make_layout(canonical_model(self._hf_config), self._config.layout)
+
+    def save(self, path: Path | str, *, extra: Mapping[str, Any] | None = None) -> None:
+        """Write weights, moments, reference and version, with the driver's `extra` beside them.
+
+        Raises:
+            CheckpointError: on every rank; earlier checkpoints are intact.
+        """
+        save_checkpoint(
+            path,
+            self._checkpoint_state(),
+            version=self.version,
+            extra=extra or {},
+            group=self._group,
+        )
+
+    def load(self, path: Path | str) -> dict[str, Any]:
+        """Take all of that from a checkpoint of any number of ranks; returns the driver's `extra`.
+
+        Raises:
+            CheckpointError: on every rank; it does not fit this trainer, or cannot be read.
+        """
+        restored = load_checkpoint(path, self._checkpoint_state(), group=self._group)
+        self._optimizer.zero_grad()
+        self.version = restored.version
+        return restored.extra
+
+    def _checkpoint_state(self) -> dict[str, Tensor]:
+        """Live tensors by key; loading writes into them."""
+        state: dict[str, Tensor] = {}
+        for name, weight in self._policy.named_parameters():
+            state[f"model.{name}"] = weight.detach()
+            for moment, value in self._optimizer.state[weight].items():
+                state[f"optim.{moment}.{name}"] = value
+        if self._reference is not None:
+            for name, weight in self._reference.named_parameters():
+                state[f"reference.{name}"] = weight.detach()
+        return state
+
+    def export(self, path: Path | str) -> None:
+        """Write the policy as a Hugging Face folder with the tokenizer of `model_dir`.
+
+        Weights are gathered one at a time; only rank 0 keeps them.
+
+        Raises:
+            CheckpointError: on every rank; the folder cannot be written.
+        """
+        is_first = dist.get_rank(self._group) == 0
+        tensors = {}
+        for name, weight in self._policy.named_parameters():
+            whole = full_tensor(weight)
+            if is_first:
+                tensors[name] = whole.cpu()
+
+        def write() -> None:
+            hf.save_hf_folder(
+                path, config=self._hf_config, tensors=tensors, tokenizer_from=self._model_dir
+            )
+
+        together(self._group, lambda: write() if is_first else None, path=Path(path))

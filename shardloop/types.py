@@ -1,0 +1,171 @@
+"""The nouns that travel between rooms: prompts, requests, completions, rewards. Floor 0.
+
+Everything here is frozen, picklable and free of torch: a controller, a worker and a notebook can
+exchange it.
+
+    Task ──Prompt──▶ rollouts ──Request──▶ Engine ──Completion──▶ RewardFn ──Reward──▶ rl.batch
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+FinishReason = Literal["stop", "length", "aborted"]
+Split = Literal["train", "test"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """One question of a task.
+
+    Exactly one of `text` and `messages` is set: raw text is tokenised as it is, messages go through
+    the tokenizer's chat template. `answer` is what the reward needs to judge a completion (JSON).
+    """
+
+    uid: str
+    """Identity within its task and split; the same question always has the same uid."""
+    text: str | None = None
+    messages: tuple[Mapping[str, str], ...] | None = None
+    answer: Any = None
+    solution: str | None = None
+    """A worked completion to imitate in supervised fine-tuning; None where the task has none."""
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.messages is None):
+            raise ValueError(f"prompt {self.uid!r}: set exactly one of text and messages")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How to draw tokens. Log-probs are always taken at `temperature`."""
+
+    max_tokens: int
+    """Most tokens to generate, stop token included."""
+    temperature: float = 1.0
+    """0 means greedy; log-probs are then those at temperature 1."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 means no limit."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Generation ends with (and keeps) the first of these."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens}; it must be at least 1")
+        if not self.temperature >= 0.0 or self.temperature == float("inf"):
+            raise ValueError(
+                f"temperature={self.temperature}; choose a finite value of 0 (greedy) or more"
+            )
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p={self.top_p}; choose a value in (0, 1]")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k}; choose 0 (no limit) or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleId:
+    """Which sample this is. Sampling noise is f(seed, sample id, position) and nothing else."""
+
+    prompt_uid: str
+    index: int
+    """Place within the group of completions of one prompt, from 0."""
+    attempt: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One completion to be generated. Requests with equal `prompt_ids` share their prefix."""
+
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    sample_id: SampleId
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """What an engine made of a request; all tuples have one entry per generated token (T).
+
+    Raises:
+        ValueError: the tuples differ in length (no log-prob is ever made up).
+    """
+
+    request: Request
+    token_ids_T: tuple[int, ...]
+    """Exactly as sampled, stop token included; never re-tokenised."""
+    behave_T: tuple[float, ...]
+    """Log-prob under the distribution really sampled from (temperature, top-p, top-k)."""
+    full_T: tuple[float, ...]
+    """Natural log-prob under the full distribution at that temperature."""
+    version_T: tuple[int, ...]
+    """Version of the weights that produced each token."""
+    loss_mask_T: tuple[int, ...]
+    """1 for tokens the policy chose, 0 for tool output and environment text."""
+    finish_reason: FinishReason
+
+    def __post_init__(self) -> None:
+        lengths = {
+            "token_ids_T": len(self.token_ids_T),
+            "behave_T": len(self.behave_T),
+            "full_T": len(self.full_T),
+            "version_T": len(self.version_T),
+            "loss_mask_T": len(self.loss_mask_T),
+        }
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"completion of {self.request.sample_id}: lengths differ: {lengths}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reward:
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Named contributions, for the log."""
+    text: str = ""
+    """Why, for a person who reads samples."""
+
+
+class Task(Protocol):
+    """A stream of prompts with train and test splits that share no question."""
+
+    name: str
+
+    def prompts(self, split: Split, *, seed: int, start: int, count: int) -> Sequence[Prompt]:
+        """`count` prompts of the stream `(split, seed)` from `start`; equal calls, equal prompts.
+
+        Raises:
+            ValueError: the split has no prompts.
+        """
+        ...
+
+    @property
+    def default_reward(self) -> str:
+        """Name of the reward that judges this task (see `shardloop.rewards.load_reward`)."""
+        ...
+
+
+class RewardFn(Protocol):
+    """Judges one completion.
+
+    `text` is the decoded completion without special tokens; `finished` is True when the model ended
+    it by a stop token. Returns a finite number or a `Reward`.
+    """
+
+    def __call__(self, prompt: Prompt, text: str, *, finished: bool) -> float | Reward: ...
+
+
+class Tokenizer(Protocol):
+    """What the library asks of a tokenizer (see `shardloop.hf.load_tokenizer`)."""
+
+    vocab_size: int
+    """Number of ids, special tokens included: every id is in [0, vocab_size)."""
+    stop_token_ids: tuple[int, ...]
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text without special tokens."""
+        ...
+
+    def encode_prompt(self, prompt: Prompt) -> list[int]:
+        """Ids of a prompt, with the beginning-of-sequence token where the tokenizer has one."""
+        ...

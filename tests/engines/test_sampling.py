@@ -1,0 +1,160 @@
+"""Noise that belongs to the sample, and log-probs of the distribution really drawn from."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardloop.engines.sampling import SamplingRows, draw, noise_key, truncate, uniforms
+from shardloop.types import Request, SampleId, Sampling
+
+CPU = torch.device("cpu")
+
+
+def rows_of(num_rows: int, **sampling) -> SamplingRows:
+    requests = [
+        Request(
+            prompt_ids=(0,),
+            sampling=Sampling(max_tokens=1, **sampling),
+            sample_id=SampleId(prompt_uid="p", index=index),
+            seed=0,
+        )
+        for index in range(num_rows)
+    ]
+    return SamplingRows.of(requests, device=CPU)
+
+
+def draw_many(logits_V: Tensor, num_rows: int, **sampling):
+    return draw(
+        logits_V.expand(num_rows, -1),
+        rows_of(num_rows, **sampling),
+        positions_n=torch.zeros(num_rows, dtype=torch.int64),
+    )
+
+
+def splitmix64(key: int, position: int) -> float:
+    """The textbook generator in Python integers."""
+    mask = 2**64 - 1
+    z = (key + (position + 1) * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    z ^= z >> 31
+    return ((z >> 12) + 0.5) / 2**52
+
+
+def test_uniforms_equal_the_textbook_generator(seed):
+    keys = [noise_key(seed, SampleId(prompt_uid="q", index=index)) for index in range(50)]
+    keys += [0, -1, 2**63 - 1, -(2**63)]
+    positions = [index * 37 % 11 for index in range(len(keys))]
+    expected = [splitmix64(k % 2**64, p) for k, p in zip(keys, positions, strict=True)]
+    assert uniforms(torch.tensor(keys), torch.tensor(positions)).tolist() == expected
+    assert all(0.0 < u < 1.0 for u in expected)
+
+
+def test_uniforms_are_uniform_over_samples_and_over_positions():
+    n = 20_000
+    one_key = uniforms(
+        torch.full((n,), noise_key(0, SampleId(prompt_uid="p", index=0))), torch.arange(n)
+    )
+    many_keys = torch.tensor([noise_key(0, SampleId(prompt_uid="p", index=i)) for i in range(n)])
+    for u in (one_key, uniforms(many_keys, torch.zeros(n, dtype=torch.int64))):
+        # Kolmogorov-Smirnov at a level of about 1e-6.
+        gap = (u.sort().values - (torch.arange(n) + 0.5) / n).abs().max()
+        assert gap < 2.7 / math.sqrt(n)
+
+
+def test_noise_depends_on_every_part_of_the_identity():
+    base = {"prompt_uid": "p", "index": 1, "attempt": 2}
+    changes = [{}, {"prompt_uid": "p1"}, {"index": 2}, {"attempt": 1}, {"index": 2, "attempt": 1}]
+    keys = [noise_key(0, SampleId(**(base | change))) for change in changes]
+    keys += [noise_key(1, SampleId(**base)), noise_key(0, SampleId(prompt_uid="p, 1", index=2))]
+    assert len(set(keys)) == len(keys)
+    assert keys[0] == noise_key(0, SampleId(**base))
+
+
+def test_a_row_is_drawn_alike_in_any_batch(seed):
+    logits = torch.randn(40, 23, generator=torch.Generator().manual_seed(seed)).double()
+    rows, positions = rows_of(40, temperature=0.8, top_p=0.9), torch.arange(40)
+    whole = draw(logits, rows, positions_n=positions)
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(seed))[:17]
+    some = SamplingRows(
+        keys_n=rows.keys_n[order],
+        temperature_n=rows.temperature_n[order],
+        top_p_n=rows.top_p_n[order],
+        top_k_n=rows.top_k_n[order],
+    )
+    part = draw(logits[order], some, positions_n=positions[order])
+    assert torch.equal(part.token_ids_n, whole.token_ids_n[order])
+    assert torch.equal(part.behave_n, whole.behave_n[order])
+
+
+def test_log_probs_are_at_the_sampling_temperature():
+    logits = torch.tensor([2.0, 1.0, 0.0], dtype=torch.float64)
+    drawn = draw_many(logits, 50, temperature=0.6)
+    expected = torch.log_softmax(logits / 0.6, -1)[drawn.token_ids_n]
+    torch.testing.assert_close(drawn.full_n, expected, rtol=0, atol=1e-14)
+    assert torch.equal(drawn.behave_n, drawn.full_n)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("limit", [{"top_p": 0.8}, {"top_k": 2}, {"top_p": 0.99, "top_k": 2}])
+def test_behave_is_renormalised_over_the_kept_tokens(dtype, limit):
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=dtype).log()
+    drawn = draw_many(logits, 200, **limit)
+    assert set(drawn.token_ids_n.tolist()) == {0, 1}
+    # The kept mass is .5 + .3: per token, p / .8 was sampled from where p is the full probability.
+    gap = drawn.behave_n - drawn.full_n
+    torch.testing.assert_close(gap, torch.full_like(gap, -math.log(0.8)), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("limit", [{}, {"top_k": 4}, {"top_p": 0.7}, {"temperature": 1.7}])
+def test_frequencies_match_the_reported_log_probs(limit):
+    logits = torch.tensor([0.3, -1.0, 1.2, 0.0, 0.9, -0.4], dtype=torch.float64)
+    n = 20_000
+    drawn = draw_many(logits, n, **limit)
+    for token in drawn.token_ids_n.unique():
+        mine = drawn.token_ids_n == token
+        p = drawn.behave_n[mine][0].exp().item()
+        assert abs(mine.sum().item() / n - p) < 5 * math.sqrt(p * (1 - p) / n)
+    total = sum(drawn.behave_n[drawn.token_ids_n == t][0].exp() for t in drawn.token_ids_n.unique())
+    assert total == pytest.approx(1.0, abs=1e-9), "the tokens drawn are all that can be drawn"
+
+
+def slow_truncate(probs: list[float], top_p: float, top_k: int) -> list[float]:
+    order = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
+    order = order[:top_k] if top_k else order
+    kept, share, whole = [], 0.0, sum(probs[token] for token in order)
+    for token in order:
+        kept.append(token)
+        share += probs[token] / whole
+        if top_p < 1 and share >= top_p - 1e-6:
+            break
+    return [p if token in kept else 0.0 for token, p in enumerate(probs)]
+
+
+def test_truncation_equals_the_slow_reference_with_mixed_rows(seed):
+    generator = torch.Generator().manual_seed(seed)
+    probs = torch.randint(1, 8, (60, 9), generator=generator).double()  # many ties
+    probs /= probs.sum(-1, keepdim=True)
+    top_p = torch.tensor([1.0, 0.5, 0.9, 1e-9]).repeat(15).double()
+    top_k = torch.tensor([0, 1, 3, 20, 0]).repeat(12)
+    expected = [
+        slow_truncate(row.tolist(), p, k)
+        for row, p, k in zip(probs, top_p.tolist(), top_k.tolist(), strict=True)
+    ]
+    assert truncate(probs, top_p_n=top_p, top_k_n=top_k).tolist() == expected
+
+
+def test_greedy_takes_the_likeliest_at_temperature_one():
+    logits = torch.tensor([0.0, 2.0, 1.0], dtype=torch.float64)
+    drawn = draw_many(logits, 5, temperature=0.0, top_p=0.5)
+    assert drawn.token_ids_n.tolist() == [1] * 5
+    assert drawn.behave_n.tolist() == [0.0] * 5
+    torch.testing.assert_close(drawn.full_n, torch.log_softmax(logits, -1)[1].expand(5))
+
+
+def test_a_tiny_temperature_does_not_overflow():
+    drawn = draw_many(torch.tensor([30.0, 31.0, -5.0]), 5, temperature=1e-40)
+    assert drawn.token_ids_n.tolist() == [1] * 5
+    assert drawn.full_n.tolist() == [0.0] * 5

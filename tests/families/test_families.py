@@ -1,0 +1,58 @@
+"""Families: names and shapes are those of the Hugging Face models."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from shardloop.errors import ModelError
+from shardloop.families import canonical_model
+from tests.layout.reference import tiny_config
+
+CONFIGS = [
+    tiny_config("llama"),
+    tiny_config("llama", attention_bias=True, mlp_bias=True),
+    tiny_config("llama", tie_word_embeddings=True, head_dim=6),
+    tiny_config("qwen2", head_dim=None),
+    tiny_config("qwen2", head_dim=None, tie_word_embeddings=True, num_key_value_heads=4),
+    tiny_config("qwen3"),
+    tiny_config("qwen3", attention_bias=True, tie_word_embeddings=True, head_dim=6),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config["model_type"])
+def test_names_and_shapes_are_those_of_the_hugging_face_model(config: dict[str, Any]) -> None:
+    given = {key: value for key, value in config.items() if value is not None}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**given))
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if config["tie_word_embeddings"]:
+        del expected["lm_head.weight"]
+    assert canonical_model(config).tensor_shapes() == expected
+
+
+def test_tensors_come_layer_by_layer() -> None:
+    names = list(canonical_model(tiny_config(num_hidden_layers=11)).tensor_shapes())
+    layers = [int(name.split(".")[2]) for name in names if ".layers." in name]
+    assert layers == sorted(layers)
+    assert names[0] == "model.embed_tokens.weight"
+    assert names[-2:] == ["model.norm.weight", "lm_head.weight"]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model_type": "gpt2"}, "model_type='gpt2' is not a known family; choose from llama"),
+        ({"model_type": None}, "model_type=None is not a known family"),
+        ({"vocab_size": None}, "lacks vocab_size; pass the whole content"),
+        ({"hidden_size": 0}, "hidden_size=0 in the llama config; it must be a whole number >= 1"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers='2' in the llama config"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads=4"),
+        ({"head_dim": None, "hidden_size": 21}, "does not divide hidden_size=21"),
+    ],
+)
+def test_a_config_that_makes_no_model_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError) as error:
+        canonical_model({**tiny_config(), **change})
+    assert message in str(error.value)

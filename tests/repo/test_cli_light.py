@@ -1,0 +1,50 @@
+"""The door answers without opening the house: version, help and mistakes need no torch."""
+
+import subprocess
+import sys
+
+import shardloop
+from tests.repo.source import ROOT
+
+HEAVY = "torch transformers numpy"
+
+
+def shardloop_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command in a fresh interpreter in which the heavy packages cannot be imported."""
+    program = (
+        f"import sys; sys.modules.update(dict.fromkeys({HEAVY!r}.split()));"
+        "from shardloop.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_version_is_that_of_the_package() -> None:
+    done = shardloop_command("--version")
+    assert (done.returncode, done.stdout) == (0, f"shardloop {shardloop.__version__}\n"), (
+        done.stderr
+    )
+
+
+def test_help_lists_every_command() -> None:
+    from shardloop.cli.main import COMMANDS
+
+    done = shardloop_command("--help")
+    assert done.returncode == 0, done.stderr
+    assert all(f"  {name} " in done.stdout for name in COMMANDS)
+
+
+def test_no_command_is_a_usage_error() -> None:
+    assert shardloop_command().returncode == 2
+
+
+def test_unknown_command_is_refused_with_the_allowed_ones() -> None:
+    done = shardloop_command("trian")
+    assert done.returncode == 2
+    assert "'trian'" in done.stderr and "train" in done.stderr
+
+
+def test_module_and_command_are_the_same_door() -> None:
+    command = [sys.executable, "-m", "shardloop", "--version"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == shardloop_command("--version").stdout

@@ -1,0 +1,163 @@
+"""Laws of fingerprints: independent of the cut, changed by any change, and no copy escapes."""
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardloop.errors import FingerprintError, PlanError
+from shardloop.layout import Layout, Piece, make_layout
+from shardloop.reshard.fingerprint import check_fingerprints, find_copies, local_fingerprints
+from tests.reshard.live import cut, random_state, small_model
+
+MODEL = small_model()
+NAMES = tuple(sorted(MODEL.tensor_shapes()))
+K_PROJ = "model.layers.0.self_attn.k_proj.weight"
+Shards = list[dict[str, Tensor]]
+
+
+def shards_of(layout: Layout, state: Mapping[str, Tensor], dtype: torch.dtype) -> Shards:
+    return [cut(layout, rank, state, dtype=dtype) for rank in range(layout.world_size)]
+
+
+def fingerprints(layout: Layout, shards: Shards, dtype: torch.dtype) -> Tensor:
+    parts = [local_fingerprints(layout, r, t, dtype=dtype) for r, t in enumerate(shards)]
+    return torch.stack(parts).sum(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_every_layout_of_one_model_has_one_fingerprint(dtype: torch.dtype, seed: int) -> None:
+    state = random_state(MODEL, seed=seed)
+    whole = make_layout(MODEL, "fsdp=1")
+    expected = fingerprints(whole, shards_of(whole, state, dtype), dtype)
+    assert len(set(expected[0].tolist())) == len(NAMES)
+    for spec in ("fsdp=3", "fsdp=30", "tp=4", "fsdp=2,tp=2", "dp=2,fsdp=2", "engine:tp=4"):
+        layout = make_layout(MODEL, spec)
+        found = fingerprints(layout, shards_of(layout, state, dtype), dtype)
+        assert torch.equal(found, expected), spec
+        check_fingerprints(NAMES, expected, found)
+
+
+def test_float32_masters_match_a_bfloat16_engine() -> None:
+    state = random_state(MODEL)
+    src, dst = make_layout(MODEL, "fsdp=3"), make_layout(MODEL, "engine:tp=2")
+    a = fingerprints(src, shards_of(src, state, torch.float32), torch.bfloat16)
+    b = fingerprints(dst, shards_of(dst, state, torch.bfloat16), torch.bfloat16)
+    check_fingerprints(NAMES, a, b)
+
+
+def test_the_sum_is_that_of_the_definition() -> None:
+    """Against Python integers, element by element, on a tensor larger than one block."""
+    model = small_model(vocab_size=3001, tie_word_embeddings=True)
+    name = "model.embed_tokens.weight"
+    state = random_state(model)
+    layout = make_layout(model, "fsdp=1")
+    column = sorted(model.tensor_shapes()).index(name)
+    found = fingerprints(layout, [state], torch.float32)[0, column]
+    rows, cols = ([_weight(d, i) for i in range(n)] for d, n in enumerate(state[name].shape))
+    bits = state[name].view(torch.int32).tolist()
+    total = sum(
+        b * w * v
+        for line, w in zip(bits, rows, strict=True)
+        for b, v in zip(line, cols, strict=True)
+    )
+    assert (total - int(found)) % 2**64 == 0
+
+
+def _weight(dim: int, index: int) -> int:
+    x = ((dim + 1) * 2**48 + index + 1) * 0x9E3779B97F4A7C15 % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return (x ^ (x >> 31)) | 1
+
+
+@pytest.mark.parametrize("bit", [0, 7, 15])
+def test_one_flipped_bit_is_named_wherever_it_is(bit: int, seed: int) -> None:
+    state = random_state(MODEL, seed=seed)
+    src, dst = make_layout(MODEL, "fsdp=2"), make_layout(MODEL, "engine:tp=2")
+    good = fingerprints(src, shards_of(src, state, torch.bfloat16), torch.bfloat16)
+    shards = shards_of(dst, state, torch.bfloat16)
+    flip = -(2**15) if bit == 15 else 2**bit
+    for piece in dst.pieces(1):
+        place = tuple(hi - 1 for _, hi in piece.local_box)
+        bits = shards[1][piece.local_name].view(torch.int16)
+        bits[place] ^= flip
+        with pytest.raises(FingerprintError, match=f": {piece.name}($|\n)"):
+            check_fingerprints(NAMES, good, fingerprints(dst, shards, torch.bfloat16))
+        bits[place] ^= flip
+
+
+def test_swapped_elements_rows_and_halves_change_the_fingerprint() -> None:
+    state = random_state(MODEL)
+    layout = make_layout(MODEL, "fsdp=1")
+    good = fingerprints(layout, [state], torch.float32)
+    down = "model.layers.1.mlp.down_proj.weight"
+    swaps = {
+        "rows": state[down].flip(0),
+        "columns": state[down].flip(1),
+        "halves": state[down].roll(12, 0),
+        "norm": state[down],
+    }
+    for what, tensor in swaps.items():
+        changed = {**state, down: tensor}
+        name = down
+        if what == "norm":
+            name = "model.norm.weight"
+            changed[name] = state[name].roll(1)
+        with pytest.raises(FingerprintError, match=name):
+            check_fingerprints(NAMES, good, fingerprints(layout, [changed], torch.float32))
+
+
+@pytest.mark.parametrize("spec", ["dp=2", "dp=3,fsdp=2", "engine:tp=4"])
+@pytest.mark.parametrize("side", ["source", "destination"])
+def test_a_copy_that_drifted_is_named_though_each_side_used_both(spec: str, side: str) -> None:
+    """Each copy in turn; also when both sides hold the same mixture of old and new copies."""
+    state = random_state(MODEL)
+    layout = make_layout(MODEL, spec)
+    good = fingerprints(layout, shards_of(layout, state, torch.float32), torch.float32)
+    for rank in range(layout.world_size):
+        shards = shards_of(layout, state, torch.float32)
+        piece = next(p for p in layout.pieces(rank) if p.name == K_PROJ)
+        shards[rank][piece.local_name][tuple(lo for lo, _ in piece.local_box)] += 1
+        bad = fingerprints(layout, shards, torch.float32)
+        for src, dst in ((bad, bad), (bad, good) if side == "source" else (good, bad)):
+            with pytest.raises(FingerprintError, match=f"copies within the {side} .*{K_PROJ}"):
+                check_fingerprints(NAMES, src, dst)
+
+
+def test_drifts_that_cancel_in_a_plain_sum_are_still_found() -> None:
+    state = {name: t.abs() + 1 for name, t in random_state(MODEL).items()}
+    layout = make_layout(MODEL, "dp=3")
+    shards = shards_of(layout, state, torch.float32)
+    for rank, change in ((1, 5), (2, -5)):
+        shards[rank][K_PROJ].view(torch.int32)[0, 0] += change
+    good = fingerprints(layout, shards_of(layout, state, torch.float32), torch.float32)
+    with pytest.raises(FingerprintError, match=f"copies within the destination .*{K_PROJ}"):
+        check_fingerprints(NAMES, good, fingerprints(layout, shards, torch.float32))
+
+
+def test_padding_and_the_old_content_of_padding_do_not_count() -> None:
+    state = random_state(MODEL)
+    layout = make_layout(MODEL, "engine:tp=4")  # 49 rows on 4 ranks: 3 rows of padding
+    shards = shards_of(layout, state, torch.float32)
+    good = fingerprints(layout, shards, torch.float32)
+    shards[3]["lm_head.weight"][-3:] = torch.nan
+    assert torch.equal(fingerprints(layout, shards, torch.float32), good)
+
+
+def test_partly_overlapping_boxes_are_refused_by_name() -> None:
+    class Overlapping:
+        spec, world_size, model = "overlapping", 2, MODEL
+
+        def pieces(self, rank: int) -> list[Piece]:
+            pieces = list(make_layout(MODEL, "fsdp=1").pieces(0))
+            half = [
+                Piece(rank, p.local_name, p.local_box, p.name, ((8 * rank, 8 * rank + 9), (0, 24)))
+                for p in pieces
+                if p.name == K_PROJ
+            ]
+            return half + [p for p in pieces if p.name != K_PROJ]
+
+    with pytest.raises(PlanError, match=f"\\['{K_PROJ}'\\]"):
+        find_copies(Overlapping())  # type: ignore[arg-type]

@@ -1,0 +1,223 @@
+"""Laws of the weight update: whole or not at all, on every rank, and never a silent difference."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardloop import weight_sync
+from shardloop.errors import ModelError
+from shardloop.layout import Layout
+from shardloop.parallel.worker import RankContext
+from shardloop.reshard.cost import cost
+from shardloop.reshard.plan import plan_reshard
+from shardloop.weight_sync import WeightSync
+from tests.harness import run_ranks
+from tests.reshard.live import assert_same, cut, empty, error_of, layouts, random_state
+
+BF16 = torch.bfloat16
+WORLD = 4
+
+
+class ShardedTrainer:
+    def __init__(self, layout: Layout, place: int) -> None:
+        self._layout, self._place = layout, place
+        self.load(version=1)
+
+    def load(self, *, version: int) -> None:
+        state = random_state(self._layout.model, seed=version)
+        self.version = version
+        self.tensors = cut(self._layout, self._place, state, dtype=torch.float32)
+
+    def shards(self) -> dict[str, Tensor]:
+        return self.tensors
+
+
+class ShardedEngine:
+    """Generates (says its version) only between a commit and the next update."""
+
+    def __init__(self, layout: Layout, place: int) -> None:
+        self._layout, self._place = layout, place
+        self.weights = empty(layout, place, dtype=BF16)
+        self.version: int | None = None
+        self.refuses = False
+        self._coming = -1
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.weights
+
+    def begin_update(self, version: int) -> None:
+        self.version, self._coming = None, version
+
+    def commit_update(self) -> None:
+        if self.refuses:
+            raise ModelError("not all elements are finite")
+        self.version = self._coming
+
+    def assert_is_fresh(self, version: int) -> None:
+        """As an engine that never held anything else: bit for bit, padding aside (here 0)."""
+        assert self.version == version
+        state = random_state(self._layout.model, seed=version)
+        rounded = {name: tensor.to(BF16) for name, tensor in state.items()}
+        assert_same(self.weights, cut(self._layout, self._place, rounded, dtype=BF16))
+
+
+def _roles(
+    rank: int, src: Layout, dst: Layout, src_ranks: list[int], dst_ranks: list[int]
+) -> tuple[Any, Any]:
+    trainer = ShardedTrainer(src, src_ranks.index(rank)) if rank in src_ranks else None
+    engine = ShardedEngine(dst, dst_ranks.index(rank)) if rank in dst_ranks else None
+    return trainer, engine
+
+
+CASES: list[tuple[str, str, list[int], list[int], dict[str, Any]]] = [
+    ("fsdp=2", "engine:tp=2", [0, 1], [2, 3], {}),
+    ("fsdp=3", "engine:tp=1", [0, 1, 2], [3], {"tie_word_embeddings": True}),
+    ("dp=2,fsdp=2", "engine:tp=4", [0, 1, 2, 3], [0, 1, 2, 3], {}),
+    ("fsdp=2,tp=2", "engine:tp=2", [0, 1, 2, 3], [2, 1], {"tie_word_embeddings": True}),
+]
+
+
+def _updates(context: RankContext, case: tuple[Any, ...]) -> list[tuple[int, int]]:
+    src_spec, dst_spec, src_ranks, dst_ranks, changes = case
+    src, dst = layouts(src_spec, dst_spec, **changes)
+    trainer, engine = _roles(context.rank, src, dst, src_ranks, dst_ranks)
+    sync = WeightSync(
+        trainer,
+        engine,
+        src=src,
+        dst=dst,
+        src_ranks=src_ranks,
+        dst_ranks=dst_ranks,
+        group=dist.group.WORLD,
+        dtype=BF16,
+        bucket_bytes=500,
+    )
+    moved = []
+    for version in (1, 2, 7):
+        if trainer:
+            trainer.load(version=version)
+        report = sync.sync(version)
+        assert report.version == version
+        if engine:
+            engine.assert_is_fresh(version)
+        moved.append((report.wire_bytes, report.minimum_bytes))
+    return moved
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}->{case[1]}")
+def test_each_update_leaves_a_fresh_engine_at_the_minimum_of_bytes(case: tuple[Any, ...]) -> None:
+    src_spec, dst_spec, src_ranks, dst_ranks, changes = case
+    src, dst = layouts(src_spec, dst_spec, **changes)
+    plan = plan_reshard(src, dst, src_ranks=src_ranks, dst_ranks=dst_ranks)
+    minimum = cost(plan, itemsize=2).minimum_bytes
+    for moved in run_ranks(_updates, WORLD, case, timeout_s=30):
+        assert moved == [(minimum, minimum)] * 3
+
+
+NORM = "model.norm.weight"
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+def _faulty_updates(context: RankContext) -> dict[str, Any]:
+    """What this rank saw of each fault, as (error, version its engine has afterwards)."""
+    src, dst = layouts("dp=2", "engine:tp=2")
+    src_ranks, dst_ranks = [0, 1], [2, 3]
+    trainer, engine = _roles(context.rank, src, dst, src_ranks, dst_ranks)
+    seen: dict[str, Any] = {}
+
+    def make(**changes: Any) -> WeightSync:
+        settings: dict[str, Any] = {
+            "trainer": trainer,
+            "engine": engine,
+            "src": src,
+            "dst": dst,
+            "src_ranks": src_ranks,
+            "dst_ranks": dst_ranks,
+            "group": dist.group.WORLD,
+            "dtype": BF16,
+            "timeout_s": 5.0,
+        }
+        return WeightSync(**{**settings, **changes})
+
+    def note(what: str, call: Any) -> None:
+        seen[what] = (error_of(call), engine.version if engine else None)
+
+    other = layouts("fsdp=2", "engine:tp=2")[0] if context.rank == 1 else src
+    note("other plan", lambda: make(src=other))
+    note("no role", lambda: make(trainer=None))
+    small = layouts("dp=2", "engine:tp=2", vocab_size=48)[1] if context.rank == 3 else dst
+    note("other model on one rank", lambda: make(dst=small))
+    sync = make()
+    note("good", lambda: sync.sync(1))
+    note("other version on one rank", lambda: sync.sync(2 if context.rank == 2 else 1))
+    note("trainer elsewhere", lambda: sync.sync(2))
+
+    plain = weight_sync.execute_p2p
+
+    def corrupting(*args: Any, **kwargs: Any) -> Any:
+        report = plain(*args, **kwargs)
+        if context.rank == 3:
+            kwargs["dst"][DOWN].view(torch.uint8)[-1, -2] ^= 1
+        return report
+
+    weight_sync.execute_p2p = corrupting
+    note("corrupted byte", lambda: sync.sync(1))
+    weight_sync.execute_p2p = lambda *args, **kwargs: plain(
+        *args,
+        **{**kwargs, "dst": {n: t.clone() for n, t in engine.weights.items()}}
+        if context.rank == 2
+        else kwargs,
+    )
+    if trainer:
+        trainer.load(version=2)
+    note("stale half", lambda: sync.sync(2))
+    weight_sync.execute_p2p = plain
+    if context.rank == 1:
+        trainer.tensors[NORM][0] += 1
+    note("drifted replica", lambda: sync.sync(2))
+    if trainer:
+        trainer.load(version=2)
+    if engine:
+        engine.refuses = context.rank == 3
+    note("refused commit", lambda: sync.sync(2))
+    if engine:
+        engine.refuses = False
+    note("good again", lambda: sync.sync(2))
+    if engine:
+        engine.assert_is_fresh(2)
+    return seen
+
+
+def test_every_fault_is_an_error_on_every_rank_and_no_engine_generates_from_it() -> None:
+    by_rank = run_ranks(_faulty_updates, WORLD, timeout_s=40)
+    for rank, seen in enumerate(by_rank):
+        engine = rank in (2, 3)
+        for what in ("good", "good again"):
+            assert seen[what] == (None, (1 if what == "good" else 2) if engine else None)
+        for what, culprits, text in (
+            ("other plan", (1,), ("the ranks disagree", "the ranks disagree")),
+            ("no role", (0, 1), ("ranks [0, 1] refused", "passed trainer=None")),
+            ("other model on one rank", (3,), ("ranks [3] refused", "not the same model")),
+        ):
+            (kind, message), version = seen[what]
+            assert kind == "PlanError"
+            assert text[rank in culprits] in message
+            assert version is None
+        for what in ("other version on one rank", "trainer elsewhere"):
+            (kind, _), version = seen[what]
+            assert kind == "PlanError"
+            assert version == (1 if engine else None), "the old weights must stay usable"
+        kind, message = seen["refused commit"][0]
+        assert kind == ("ModelError" if rank == 3 else "PlanError")
+        assert rank == 3 or "ranks [3] refused" in message
+        for what, text in (
+            ("corrupted byte", f"source and destination differ: {DOWN}"),
+            ("stale half", "source and destination differ: lm_head.weight"),
+            ("drifted replica", f"copies within the source disagree: {NORM}"),
+        ):
+            (kind, message), version = seen[what]
+            assert kind == "FingerprintError" and text in message, (what, message)
+            assert version is None

@@ -1,0 +1,137 @@
+"""Correction weights: what they multiply, where they are cut, and what they do not see."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardloop.errors import UsageError
+from shardloop.rl.correction import Correction, Kind, truncated_weights
+
+OFFSETS = torch.tensor([0, 3, 4, 7])
+MASK = torch.tensor([False, True, True, False, False, True, False])
+
+
+def weights_of_row(gap_T: Tensor, *, kind: Kind, cap: float = math.inf) -> Correction:
+    num_tokens = len(gap_T)
+    return truncated_weights(
+        gap_T,
+        torch.zeros_like(gap_T),
+        kind=kind,
+        cap=cap,
+        mask_N=torch.ones(num_tokens, dtype=torch.bool),
+        offsets=torch.tensor([0, num_tokens]),
+    )
+
+
+def slow_weights(gap_N: Tensor, kind: Kind, cap: float) -> list[float]:
+    weights = [0.0] * len(gap_N)
+    for start, stop in pairwise(OFFSETS.tolist()):
+        tokens = [token for token in range(start, stop) if MASK[token]]
+        for token in tokens:
+            row = [gap_N[other].item() for other in tokens]
+            log_ratio = {
+                "none": 0.0,
+                "token": gap_N[token].item(),
+                "sequence": sum(row),
+                "geometric": sum(row) / len(row),
+            }[kind]
+            weights[token] = min(math.exp(log_ratio), cap)
+    return weights
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", ["none", "token", "sequence", "geometric"])
+def test_weights_equal_the_slow_formula(seed: int, kind: Kind) -> None:
+    old_N, behave_N = torch.randn(
+        2, 7, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
+    correction = truncated_weights(
+        old_N, behave_N, kind=kind, cap=1.5, mask_N=MASK, offsets=OFFSETS
+    )
+    expected = torch.tensor(slow_weights(old_N - behave_N, kind, 1.5), dtype=torch.float64)
+    torch.testing.assert_close(correction.weights_N, expected)
+
+
+def test_sequence_is_the_product_and_geometric_the_mean() -> None:
+    gap_T = torch.full((200,), 0.01, dtype=torch.float64)
+    assert weights_of_row(gap_T, kind="sequence").weights_N[0].item() == pytest.approx(7.389, 1e-4)
+    assert weights_of_row(gap_T, kind="geometric").weights_N[0].item() == pytest.approx(
+        1.0101, 1e-4
+    )
+
+
+def test_one_temperature_on_both_sides_gives_ratio_one() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0], dtype=torch.float64)
+    at_temperature = (logits / 0.6).log_softmax(0)[:1]
+    without = logits.log_softmax(0)[:1]
+    assert weights_of_row(at_temperature - at_temperature, kind="token").weights_N.item() == 1.0
+    bug = weights_of_row(at_temperature - without, kind="token").weights_N.item()
+    assert bug == pytest.approx(1.2276, abs=5e-5)
+
+
+def test_full_logprobs_give_one_and_renormalised_ones_the_kept_mass() -> None:
+    full = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64).log()
+    kept = full[:2]
+    behave = kept - kept.exp().sum().log()
+    assert weights_of_row(kept - kept, kind="token").weights_N.tolist() == [1.0, 1.0]
+    cut = weights_of_row(kept - behave, kind="token").weights_N
+    assert cut.tolist() == pytest.approx([0.8, 0.8])
+    row = weights_of_row((kept - behave)[:1].repeat(100), kind="sequence")
+    assert row.weights_N[0].item() == pytest.approx(2.0e-10, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["token", "sequence"])
+def test_weights_never_exceed_the_cap_and_overflow_is_no_exception(kind: Kind) -> None:
+    correction = weights_of_row(torch.tensor([500.0, 0.0, -500.0, 300.0]), kind=kind, cap=2.0)
+    assert correction.weights_N.max().item() == 2.0
+    assert correction.truncated_fraction == (0.5 if kind == "token" else 1.0)
+
+
+def test_masked_values_change_nothing() -> None:
+    old_N, behave_N = torch.randn(2, 7, generator=torch.Generator().manual_seed(0))
+    poisoned_N = torch.where(MASK, behave_N, torch.nan)
+    arguments = {"kind": "sequence", "cap": 2.0, "mask_N": MASK, "offsets": OFFSETS}
+    clean = truncated_weights(old_N, behave_N, **arguments)  # type: ignore[arg-type]
+    dirty = truncated_weights(old_N, poisoned_N, **arguments)  # type: ignore[arg-type]
+    assert torch.equal(clean.weights_N, dirty.weights_N)
+    assert (clean.ess, clean.gap_mean, clean.gap_max) == (dirty.ess, dirty.gap_mean, dirty.gap_max)
+
+
+def test_effective_share_is_one_for_equal_weights_and_one_in_k_for_a_lone_one() -> None:
+    assert weights_of_row(torch.full((8,), 0.3), kind="token").ess == pytest.approx(1.0)
+    lone = torch.tensor([0.0] + [-50.0] * 7)
+    assert weights_of_row(lone, kind="token").ess == pytest.approx(1 / 8)
+    tiny = weights_of_row(torch.full((8,), -1000.0), kind="token")
+    assert tiny.weights_N.max().item() == 0.0
+    assert tiny.ess == pytest.approx(1.0)
+
+
+def test_gradients_do_not_flow_through_weights() -> None:
+    old_T = torch.zeros(3, requires_grad=True)
+    assert not weights_of_row(old_T, kind="token").weights_N.requires_grad
+
+
+def test_no_loss_tokens_give_zero_weights_and_finite_numbers() -> None:
+    correction = truncated_weights(
+        torch.ones(7),
+        torch.zeros(7),
+        kind="sequence",
+        cap=2.0,
+        mask_N=torch.zeros(7, dtype=torch.bool),
+        offsets=OFFSETS,
+    )
+    assert correction.weights_N.tolist() == [0.0] * 7
+    assert (correction.ess, correction.gap_mean, correction.gap_max) == (1.0, 0.0, 0.0)
+
+
+def test_bad_arguments_are_refused() -> None:
+    gap_T = torch.zeros(3)
+    with pytest.raises(UsageError, match="choose none, token, sequence or geometric"):
+        weights_of_row(gap_T, kind="mean")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"cap=0\.5; choose 1 or more"):
+        weights_of_row(gap_T, kind="token", cap=0.5)
+    with pytest.raises(UsageError, match="NaN or infinite"):
+        weights_of_row(torch.tensor([0.0, torch.nan]), kind="token")

@@ -1,0 +1,206 @@
+"""Breaks the code on purpose: each patch of tests/mutants must fail the tests that it names.
+
+Run by `make mutants`. A patch opens with a line `# kills: tests/room/test_x.py::test_name` for
+each test that has to notice it.
+
+    the named tests pass on a plain copy of the tree
+    then for each patch:   copy ──▶ apply ──▶ run its tests ──▶ killed | survived | error
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+ROOT = Path(__file__).resolve().parents[1]
+HEADER = "# kills:"
+PYTEST_PASSED, PYTEST_FAILED = 0, 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mutant:
+    """One patch and the tests that have to notice it."""
+
+    patch: Path
+    tests: tuple[str, ...]
+    """Pytest ids, each of which must fail (a parametrised test: in at least one case)."""
+
+    @property
+    def name(self) -> str:
+        return self.patch.stem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    mutant: Mutant
+    verdict: Literal["killed", "survived", "error"]
+    detail: str
+    seconds: float
+
+
+class MutantError(Exception):
+    """A mutant that says nothing: no header, no longer applies, or its tests cannot run."""
+
+
+def read_mutant(patch: Path) -> Mutant:
+    """Raises MutantError when the patch does not name the tests that it is meant for."""
+    lines = patch.read_text(encoding="utf-8").splitlines()
+    tests = tuple(line[len(HEADER) :].strip() for line in lines if line.startswith(HEADER))
+    if not tests or not all("::" in test for test in tests):
+        raise MutantError(
+            f"{patch.name}: begin the patch with '{HEADER} tests/…/test_x.py::test_name'"
+        )
+    return Mutant(patch=patch, tests=tests)
+
+
+@contextmanager
+def copied_tree(root: Path) -> Iterator[Path]:
+    """A throw-away copy of what git tracks or would track; nothing that it ignores."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
+    with tempfile.TemporaryDirectory(prefix="shardloop-mutant-") as folder:
+        copy = Path(folder).resolve() / "tree"
+        for name in filter(None, listed.split("\0")):
+            if (root / name).is_file():
+                (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(root / name, copy / name)
+        yield copy
+
+
+def apply_patch(mutant: Mutant, copy: Path) -> None:
+    """Raises MutantError when the code has moved on and the patch no longer fits it exactly."""
+    # Without the ceiling git could take the copy for a part of a repository around it, and skip
+    # every file without a word.
+    env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(copy.parent)}
+    command = ["git", "apply", "--verbose", str(mutant.patch)]
+    done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise MutantError(
+            f"no longer applies; renew it against the code of today\n{done.stderr.strip()}"
+        )
+
+
+def _environment(copy: Path) -> Mapping[str, str]:
+    return {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def check_imports_come_from(copy: Path) -> None:
+    """Raises MutantError when an installed shardloop would be tested in place of the copy."""
+    program = "import shardloop; print(shardloop.__file__)"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=copy, env=_environment(copy), capture_output=True, text=True)
+    found = done.stdout.strip()
+    if done.returncode != 0 or not Path(found).resolve().is_relative_to(copy):
+        raise MutantError(
+            f"shardloop is imported from {found or 'nowhere'}, not from {copy}\n{done.stderr}"
+        )
+
+
+def run_tests(copy: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    options = ["-q", "--tb=short", "-rfE", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, *tests]
+    return subprocess.run(command, cwd=copy, env=_environment(copy), capture_output=True, text=True)
+
+
+def failed_tests(output: str, tests: Sequence[str]) -> set[str]:
+    """Those of `tests` that pytest's short summary lists as failed, whatever their parameters."""
+    lines = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    nodes = [line.split(" ", 1)[1].split(" - ", 1)[0] for line in lines]
+    return {
+        test for test in tests if any(node == test or node.startswith(f"{test}[") for node in nodes)
+    }
+
+
+def check_plain_tree(root: Path, mutants: Sequence[Mutant]) -> None:
+    """Raises MutantError when a named test fails on the code as it is: that would prove nothing."""
+    tests = sorted({test for mutant in mutants for test in mutant.tests})
+    with copied_tree(root) as copy:
+        check_imports_come_from(copy)
+        done = run_tests(copy, tests)
+    if done.returncode != PYTEST_PASSED:
+        raise MutantError(
+            f"the named tests do not pass on the code as it is\n{done.stdout}{done.stderr}"
+        )
+
+
+def try_mutant(root: Path, mutant: Mutant) -> Outcome:
+    """Apply one patch to a fresh copy and run its tests there."""
+    start = time.perf_counter()
+    verdict, detail = _verdict(root, mutant)
+    return Outcome(
+        mutant=mutant, verdict=verdict, detail=detail, seconds=time.perf_counter() - start
+    )
+
+
+def _verdict(root: Path, mutant: Mutant) -> tuple[Literal["killed", "survived", "error"], str]:
+    try:
+        with copied_tree(root) as copy:
+            apply_patch(mutant, copy)
+            check_imports_come_from(copy)
+            done = run_tests(copy, mutant.tests)
+    except MutantError as error:
+        return "error", str(error)
+    if done.returncode not in (PYTEST_PASSED, PYTEST_FAILED):
+        return "error", f"pytest ended with {done.returncode}\n{done.stdout}{done.stderr}"
+    blind = set(mutant.tests) - failed_tests(done.stdout, mutant.tests)
+    if blind:
+        return "survived", "not noticed by " + ", ".join(sorted(blind))
+    return "killed", ""
+
+
+def run_mutants(root: Path, patches: Sequence[Path], *, jobs: int) -> list[Outcome]:
+    """Try every patch, `jobs` at a time, and print a line for each as it ends.
+
+    Raises:
+        MutantError: a patch has no header, or the named tests fail on the plain tree.
+    """
+    mutants = [read_mutant(patch) for patch in patches]
+    check_plain_tree(root, mutants)
+    outcomes = []
+    with ThreadPoolExecutor(max_workers=jobs) as pool:
+        for outcome in pool.map(lambda mutant: try_mutant(root, mutant), mutants):
+            print(
+                f"{outcome.verdict:<9} {outcome.mutant.name}  ({outcome.seconds:.1f} s)", flush=True
+            )
+            if outcome.detail:
+                print(outcome.detail, flush=True)
+            outcomes.append(outcome)
+    return outcomes
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument(
+        "names", nargs="*", help="patches to try, by file name without .patch (default: all)"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=min(4, os.cpu_count() or 1), help="patches at a time"
+    )
+    args = parser.parse_args(argv)
+    patches = sorted((ROOT / "tests" / "mutants").glob("*.patch"))
+    if args.names:
+        patches = [patch for patch in patches if patch.stem in args.names]
+    if not patches:
+        print(f"no such patch in tests/mutants: {', '.join(args.names) or '(the folder is empty)'}")
+        return 2
+    try:
+        outcomes = run_mutants(ROOT, patches, jobs=args.jobs)
+    except MutantError as error:
+        print(f"error: {error}")
+        return 2
+    killed = sum(outcome.verdict == "killed" for outcome in outcomes)
+    print(f"mutants: {killed} killed, {len(outcomes) - killed} not")
+    return 0 if killed == len(outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

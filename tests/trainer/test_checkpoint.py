@@ -1,0 +1,275 @@
+"""Checkpoints: whole or absent, the same at any number of ranks, loud about what does not fit."""
+
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardloop.checkpoint import (
+    TRAINER_FILE,
+    checkpoint_name,
+    latest_checkpoint,
+    prune_checkpoints,
+)
+from shardloop.config import OptimConfig, TrainerConfig
+from shardloop.errors import CheckpointError
+from shardloop.parallel.fsdp import full_tensor
+from shardloop.parallel.worker import RankContext
+from shardloop.trainer import Trainer
+from tests.harness import run_ranks
+from tests.trainer.folders import make_folder, make_random_batch
+
+EXTRA = {"step": 7, "cursor": {"train": 112}, "why": "umlaut ü"}
+
+
+def make_trainer(
+    context: RankContext, folder: Path, *, dtype: str = "float64", reference: bool = False
+) -> Trainer:
+    config = TrainerConfig(layout=f"fsdp={context.world_size}", dtype=dtype, row_tokens=16)
+    return Trainer(
+        context,
+        model_dir=folder,
+        config=config,
+        optim=OptimConfig(weight_decay=0.1),
+        reference=reference,
+        role="all",
+    )
+
+
+def train(trainer: Trainer, seeds: range) -> None:
+    for seed in seeds:
+        trainer.forward_backward(make_random_batch(seed=seed), "sft")
+        trainer.step(0.01)
+        trainer.advance_version()
+
+
+def whole_state(trainer: Trainer) -> dict[str, Tensor]:
+    return {key: full_tensor(value).clone() for key, value in trainer._checkpoint_state().items()}
+
+
+def save_and_go_on(context: RankContext, folder: Path, path: Path, keep: bool) -> Any:
+    """The state saved after two updates, and the one after a third in the same process."""
+    trainer = make_trainer(context, folder, reference=keep)
+    train(trainer, range(2))
+    trainer.save(path, extra=EXTRA)
+    saved = whole_state(trainer)
+    train(trainer, range(2, 3))
+    return saved, whole_state(trainer)
+
+
+def load_and_go_on(context: RankContext, folder: Path, path: Path, keep: bool) -> Any:
+    trainer = make_trainer(context, folder, reference=keep)
+    train(trainer, range(5, 6))  # a used trainer: everything of its own must be replaced
+    extra = trainer.load(path)
+    loaded, version = whole_state(trainer), trainer.version
+    train(trainer, range(2, 3))
+    return extra, version, loaded, whole_state(trainer)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # head_dim 2: over three ranks the q and k norms have an empty shard.
+    return make_folder(tmp_path_factory.mktemp("model"), head_dim=2)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2)])
+def test_weights_moments_and_versions_come_back_at_any_number_of_ranks(
+    folder, tmp_path, before, after
+) -> None:
+    path = tmp_path / checkpoint_name(2)
+    keep = before == 2
+    saved, uninterrupted = run_ranks(save_and_go_on, before, folder, path, keep)[0]
+    for extra, version, loaded, resumed in run_ranks(load_and_go_on, after, folder, path, keep):
+        assert (extra, version) == (EXTRA, 2)
+        assert loaded.keys() == saved.keys()
+        assert any(key.startswith("reference.") for key in loaded) == keep
+        assert all(torch.equal(loaded[key], saved[key]) for key in saved)
+        assert all(float(loaded[key]) == 2.0 for key in loaded if key.startswith("optim.step."))
+        torch.testing.assert_close(resumed, uninterrupted, rtol=1e-9, atol=1e-12)
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """Writing more fails with OSError, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def trainer_beside_engine(context: RankContext, folder: Path, path: Path) -> bool | None:
+    """Ranks 1 and 2 train; rank 0, which a library might take for the coordinator, does not."""
+    if context.role_rank("trainer") is None:
+        return None
+    trainer = Trainer(
+        context,
+        model_dir=folder,
+        config=TrainerConfig(layout="fsdp=2"),
+        optim=OptimConfig(),
+        reference=False,
+    )
+    train(trainer, range(1))
+    before = whole_state(trainer)
+    trainer.save(path)
+    train(trainer, range(1, 2))
+    trainer.load(path)
+    trainer.export(path.with_name("export"))
+    return all(torch.equal(whole_state(trainer)[key], before[key]) for key in before)
+
+
+def test_a_trainer_need_not_live_on_rank_0(folder, tmp_path) -> None:
+    roles = {"engine": (0,), "trainer": (1, 2)}
+    path = tmp_path / checkpoint_name(1)
+    answers = run_ranks(trainer_beside_engine, 3, folder, path, roles=roles)
+    assert answers == [None, True, True]
+    assert (tmp_path / "export" / "model.safetensors").is_file()
+
+
+def message(action: Any) -> str | None:
+    try:
+        action()
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def faults_of_rank(context: RankContext, folder: Path, run: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    trainer = make_trainer(context, folder)
+    fresh, used, second = (run / checkpoint_name(step) for step in (0, 1, 2))
+    trainer.save(fresh)
+    facts["fresh steps"] = {float(s["step"]) for s in trainer._optimizer.state.values()}
+    train(trainer, range(1))
+    expected = whole_state(trainer)
+    trainer.load(fresh)
+    train(trainer, range(1))
+    actual = whole_state(trainer)
+    facts["fresh replays"] = all(torch.equal(actual[key], expected[key]) for key in expected)
+    trainer.save(used)
+
+    limit = 2000 if context.rank == 1 else resource.RLIM_INFINITY
+    with files_of_at_most(limit):
+        facts["full disk"] = message(lambda: trainer.save(second))
+    facts["left over"] = sorted(path.name for path in run.iterdir())
+    facts["latest"] = latest_checkpoint(run)
+    facts["unwritable extra"] = message(lambda: trainer.save(second, extra={"x": object()}))
+    facts["earlier loads"] = message(lambda: trainer.load(used))
+    dist.barrier()
+
+    if context.rank == 0:  # what a killed save leaves behind
+        shutil.copytree(used, run / f".{checkpoint_name(2)}.unfinished")
+    dist.barrier()
+    facts["latest beside a torso"] = latest_checkpoint(run)
+    facts["second try"] = message(lambda: trainer.save(second))
+    facts["again"] = message(lambda: trainer.save(second))
+    facts["left over at last"] = sorted(path.name for path in run.iterdir())
+
+    before = whole_state(trainer)
+    other = make_trainer(context, folder, dtype="float32", reference=True)
+    facts["does not fit"] = message(lambda: other.load(used))
+    other.save(run / checkpoint_name(3))
+    facts["does not fit back"] = message(lambda: trainer.load(run / checkpoint_name(3)))
+    facts["absent"] = message(lambda: trainer.load(run / "nowhere"))
+    dist.barrier()
+    if context.rank == 0:
+        (used / ".metadata").write_bytes(b"x")
+        (fresh / "__1_0.distcp").write_bytes(b"")
+    dist.barrier()
+    facts["no metadata"] = message(lambda: trainer.load(used))
+    after = whole_state(trainer)
+    facts["unharmed"] = all(torch.equal(after[key], before[key]) for key in before)
+    facts["no tensors"] = message(lambda: trainer.load(fresh))
+    return facts
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def facts(folder: Path, run: Path) -> list[dict[str, Any]]:
+    return run_ranks(faults_of_rank, 2, folder, run)
+
+
+def test_saving_a_fresh_optimizer_does_not_advance_it(facts) -> None:
+    assert all(fact["fresh steps"] == {0.0} for fact in facts)
+
+
+def test_a_fresh_checkpoint_replays_the_first_update_bit_for_bit(facts) -> None:
+    assert all(fact["fresh replays"] for fact in facts)
+
+
+def test_a_full_disk_on_one_rank_is_an_error_on_all_and_leaves_no_trace(facts, run) -> None:
+    for fact in facts:
+        assert str(run / checkpoint_name(2)) in fact["full disk"]
+        assert "File too large" in fact["full disk"]
+        assert "earlier checkpoints are intact" in fact["full disk"]
+        assert fact["left over"] == [checkpoint_name(0), checkpoint_name(1)]
+        assert fact["latest"] == run / checkpoint_name(1)
+        assert fact["earlier loads"] is None
+
+
+def test_driver_data_that_is_no_json_stops_the_save_on_all_ranks(facts) -> None:
+    assert all("not JSON serializable" in fact["unwritable extra"] for fact in facts)
+
+
+def test_a_save_that_was_killed_is_ignored_and_then_replaced(facts, run) -> None:
+    for fact in facts:
+        assert fact["latest beside a torso"] == run / checkpoint_name(1)
+        assert fact["second try"] is fact["again"] is None
+        assert fact["left over at last"] == [checkpoint_name(step) for step in range(3)]
+
+
+def test_missing_extra_and_changed_keys_are_all_listed_and_nothing_is_loaded(facts) -> None:
+    for fact in facts:
+        there = fact["does not fit"]
+        assert "missing in the checkpoint: reference.model.embed_tokens.weight" in there
+        assert "model.model.norm.weight is torch.float64 there but torch.float32 here" in there
+        assert "optim.exp_avg.model.norm.weight is torch.float64 there" in there
+        back = fact["does not fit back"]
+        assert "extra in the checkpoint: reference.model.embed_tokens.weight" in back
+        assert "model.model.norm.weight is torch.float32 there but torch.float64 here" in back
+        assert fact["unharmed"]
+
+
+def test_absent_and_damaged_checkpoints_are_refused_on_all_ranks(facts, run) -> None:
+    for fact in facts:
+        assert f"{run / 'nowhere'}: no complete checkpoint there" in fact["absent"]
+        assert "damaged (UnpicklingError" in fact["no metadata"]
+        assert str(run / checkpoint_name(0)) in fact["no tensors"]
+
+
+def make_fake_run(run: Path) -> None:
+    for step in (5, 40, 100, 1_000_000):
+        (run / checkpoint_name(step)).mkdir()
+        (run / checkpoint_name(step) / TRAINER_FILE).touch()
+    (run / checkpoint_name(2_000_000)).mkdir()  # not complete
+    (run / ".step-3000000.unfinished").mkdir()
+
+
+def test_the_latest_checkpoint_is_the_complete_one_of_the_highest_step(tmp_path) -> None:
+    assert latest_checkpoint(tmp_path) is None
+    assert latest_checkpoint(tmp_path / "nowhere") is None
+    make_fake_run(tmp_path)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-1000000"
+
+
+def test_pruning_keeps_the_newest_complete_checkpoints(tmp_path) -> None:
+    make_fake_run(tmp_path)
+    removed = prune_checkpoints(tmp_path, keep=2)
+    assert [path.name for path in removed] == ["step-000005", "step-000040"]
+    assert prune_checkpoints(tmp_path, keep=2) == []
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"step-000100", "step-1000000", "step-2000000", ".step-3000000.unfinished"}
+    with pytest.raises(ValueError, match="keep=0"):
+        prune_checkpoints(tmp_path, keep=0)

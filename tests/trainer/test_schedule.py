@@ -1,0 +1,32 @@
+"""The learning rate at every step."""
+
+import pytest
+
+from shardloop.config import OptimConfig
+from shardloop.schedule import learning_rate
+
+
+def test_warm_up_then_constant() -> None:
+    optim = OptimConfig(lr=1.0, warmup_steps=4)
+    rates = [learning_rate(step, 7, optim) for step in range(7)]
+    assert rates == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_cosine_goes_from_the_peak_to_a_tenth_of_it() -> None:
+    optim = OptimConfig(lr=2.0, warmup_steps=2, schedule="cosine")
+    rates = [learning_rate(step, 11, optim) for step in range(11)]
+    assert rates[:3] == [1.0, 2.0, 2.0]
+    assert rates[6] == pytest.approx(1.1)
+    assert rates[-1] == pytest.approx(0.2)
+    assert rates[2:] == sorted(rates[2:], reverse=True)
+
+
+@pytest.mark.parametrize("total", [1, 2, 3])
+def test_runs_shorter_than_the_warm_up_have_a_rate(total) -> None:
+    optim = OptimConfig(lr=1.0, warmup_steps=2, schedule="cosine")
+    assert all(0.0 < learning_rate(step, total, optim) <= 1.0 for step in range(total))
+
+
+def test_a_step_outside_the_run_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"step=5; choose a step in \[0, 5\)"):
+        learning_rate(5, 5, OptimConfig())
