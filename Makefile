@@ -61,7 +61,7 @@ clean: ## remove .venv, caches and builds (runs/ stays)
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "shardloop needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 setup" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 # torch first, at the pinned release, so that no later range can pull another build of it.
 $(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python

@@ -10,7 +10,8 @@
     │   └── FingerprintError        4  weights differ after a transfer
     ├── WorkerError                 5  a worker process raised; carries its traceback
     │   ├── WorkerDied              5
-    │   └── WorkerTimeout           5
+    │   ├── WorkerTimeout           5
+    │   └── NonFiniteGradient       5  no update was made
     ├── CheckpointError             6  a checkpoint cannot be written or read
     ├── DownloadError               7  an optional download is not possible (no network)
     └── Interrupted               130  stopped by Ctrl-C; the run can be resumed
@@ -66,6 +67,10 @@ class WorkerDied(WorkerError):
 
 
 class WorkerTimeout(WorkerError):
+    pass
+
+
+class NonFiniteGradient(WorkerError):
     pass
 
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from shardloop.errors import ModelError
+from shardloop.errors import ModelError, TaskError
 from shardloop.families import canonical_model
 from shardloop.types import Prompt
 
@@ -143,6 +143,38 @@ def load_model(model_dir: Path | str, *, dtype: torch.dtype) -> nn.Module:
     return model.eval()
 
 
+def load_weights(model_dir: Path | str) -> dict[str, Tensor]:
+    """Every weight of a folder by Hugging Face name, on the CPU, in the dtype of its file.
+
+    The names are those of the canonical model: the alias of a tied head is left out.
+
+    Raises:
+        ModelError: as `load_model`.
+    """
+    config = load_config(model_dir)
+    shapes = canonical_model(config).tensor_shapes()
+    weights: dict[str, Tensor] = {}
+    for path in sorted(Path(model_dir).glob("*.safetensors")):
+        try:
+            weights |= load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{path}: the weights cannot be read: {error}") from error
+    if config.get("tie_word_embeddings"):
+        weights.pop("lm_head.weight", None)
+    faults = [f"missing: {name}" for name in shapes.keys() - weights.keys()]
+    faults += [f"unexpected: {name}" for name in weights.keys() - shapes.keys()]
+    faults += [
+        f"mismatched: {name} is {list(weights[name].shape)}, not {list(shapes[name])}"
+        for name in shapes.keys() & weights.keys()
+        if tuple(weights[name].shape) != shapes[name]
+    ]
+    if faults:
+        raise ModelError(
+            f"{model_dir}: weights and config.json do not fit; {'; '.join(sorted(faults))}"
+        )
+    return weights
+
+
 def _widen_norms(model: nn.Module) -> None:
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
@@ -176,10 +208,22 @@ class HFTokenizer:
         self._tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1
+        # Many folders name a bos token that their tokenizer never writes: it is asked, not told.
+        begins = tokenizer.encode("", add_special_tokens=True)[:1]
+        self._begin = begins if begins == [tokenizer.bos_token_id] else []
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text alone: no special token is added."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        """Ids of the text alone: no special token is added.
+
+        Raises:
+            TaskError: the text has a character that the vocabulary lacks.
+        """
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:  # the tokenizers library raises bare Exceptions
+            raise TaskError(
+                f"text {text!r} cannot be encoded with this model's vocabulary: {error}"
+            ) from error
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -190,14 +234,13 @@ class HFTokenizer:
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
         """Messages go through the chat template, opened for the assistant's answer; raw text stays
-        as it is, after the beginning-of-sequence token where the tokenizer has one.
+        as it is, after the beginning-of-sequence token where the tokenizer writes one.
 
         Raises:
             ModelError: messages, and the tokenizer has no chat template.
         """
         if prompt.text is not None:
-            bos = self._tokenizer.bos_token_id
-            return ([] if bos is None else [bos]) + self.encode(prompt.text)
+            return self._begin + self.encode(prompt.text)
         if self._tokenizer.chat_template is None:
             raise ModelError(
                 f"prompt {prompt.uid!r} has messages but the tokenizer has no chat template; "

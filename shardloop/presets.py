@@ -15,7 +15,7 @@ from shardloop.config import (
 TINY = TrainConfig(
     model="tiny",
     task="sort",
-    steps=120,
+    steps=200,
     # Six digits and the end-of-sequence token.
     sampling=SamplingConfig(max_tokens=7),
     grpo=GRPOConfig(prompts_per_step=16, samples_per_prompt=16, kl_coef=0.001),
@@ -24,7 +24,7 @@ TINY = TrainConfig(
     trainer=TrainerConfig(layout="fsdp=2"),
     engine=EngineConfig(layout="engine:tp=2"),
     sft=SFTConfig(steps=100, batch_size=64),
-    eval=EvalConfig(prompts=256, every=20),
+    eval=EvalConfig(prompts=256, every=25),
 )
 """Sorting six digits by 0.1 M parameters: a supervised warm start, then GRPO; minutes on a CPU."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 
 from shardloop.families import canonical_model
@@ -78,6 +78,10 @@ def write_char_tokenizer(folder: Path) -> None:
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
+    bos = "<bos>"
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, SPECIALS.index(bos))]
+    )
     tokenizer.add_special_tokens(list(SPECIALS))
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {

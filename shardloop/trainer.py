@@ -23,7 +23,7 @@ from torch import Tensor
 from shardloop import hf
 from shardloop.checkpoint import load_checkpoint, save_checkpoint, together
 from shardloop.config import GRPOConfig, OptimConfig, TrainerConfig
-from shardloop.errors import ShardloopError, UsageError
+from shardloop.errors import NonFiniteGradient, UsageError
 from shardloop.families import canonical_model
 from shardloop.layout import Layout, make_layout
 from shardloop.objective import check_batch, grpo_objective, sft_objective
@@ -41,12 +41,6 @@ from shardloop.rl.batch import Batch
 from shardloop.rl.packing import PackedRows, Rows, pack, plan_packing
 
 PolicyName = Literal["current", "reference"]
-
-
-class NonFiniteGradient(ShardloopError):
-    """The gradient norm is infinite or NaN: no update was made, the gradients were dropped."""
-
-    exit_code = 5
 
 
 class Trainer:

@@ -11,8 +11,8 @@ from shardloop import hf
 from shardloop.cli.view import set_up_logging
 from shardloop.config import EngineConfig, WorkersConfig
 from shardloop.controller.inference import engine_from_folder
+from shardloop.controller.intervals import eval_interval, reward_fields
 from shardloop.controller.loop import evaluate
-from shardloop.controller.report import eval_interval, reward_fields
 from shardloop.controller.run import model_folder
 from shardloop.rewards import load_reward
 from shardloop.tasks import evaluation_prompts, load_task, stop_token_ids
@@ -58,7 +58,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def report(command: EvalCommand, model_dir: Path) -> None:
     task = load_task(command.task)
-    reward = load_reward(command.reward or task.default_reward)
+    reward = load_reward(command.reward or task.default_reward, task=task)
     tokenizer = hf.load_tokenizer(model_dir)
     prompts = evaluation_prompts(task, count=command.prompts)
     sampling = Sampling(

@@ -22,7 +22,7 @@ from shardloop.parallel.worker import RankContext
 def engine_from_folder(
     model_dir: Path, engine: EngineConfig, workers: WorkersConfig
 ) -> Iterator[WorkerGroup]:
-    """Worker processes that hold the model of a folder, cut by `engine.layout`, until the block ends.
+    """Worker processes that hold a folder's model, cut by `engine.layout`, until the block ends.
 
     Raises:
         ModelError: the folder is no usable model. LayoutError: it cannot be cut so.

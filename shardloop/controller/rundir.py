@@ -119,9 +119,7 @@ def create_run_folder(config: TrainConfig, *, label: str) -> RunFolder:
             continue
         except OSError as error:
             raise UsageError(f"cannot make the run's folder {root}: {error}") from error
-    raise UsageError(
-        f"{candidates[0]} exists; choose another --name, or go on with it by --resume"
-    )
+    raise UsageError(f"{candidates[0]} exists; choose another --name, or go on with it by --resume")
 
 
 def open_run_folder(root: Path) -> RunFolder:

@@ -19,10 +19,12 @@ from shardloop.reshard.cost import cost
 from shardloop.reshard.plan import plan_reshard
 from shardloop.reshard.verify import Proof, verify
 from shardloop.rewards import load_reward
-from shardloop.tasks import evaluation_prompts, load_task, stop_token_ids
+from shardloop.tasks import FiniteTask, evaluation_prompts, load_task, stop_token_ids
 from shardloop.types import Prompt, RewardFn, Sampling, Task, Tokenizer
 
 ITEMSIZE: Mapping[DTypeName, int] = {"float32": 4, "float64": 8, "bfloat16": 2}
+MOST_CHECKED = 2_000
+"""Training prompts that are tokenised and measured before the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +95,9 @@ def resolve(config: TrainConfig, model_dir: Path) -> Setup:
     )
     task = load_task(config.task)
     reward_name = config.reward if config.reward is not None else task.default_reward
-    reward = load_reward(reward_name)
+    reward = load_reward(reward_name, task=task)
     test_prompts = evaluation_prompts(task, count=config.eval.prompts)
-    train_prompts = task.prompts(
-        "train", seed=config.seed, start=0, count=config.grpo.prompts_per_step
-    )
-    for prompt in (*test_prompts, *train_prompts):
+    for prompt in (*test_prompts, *first_train_prompts(task, config)):
         check_prompt(prompt, tokenizer, config, hf_config)
     return Setup(
         config=config,
@@ -124,6 +123,13 @@ def role_layout(
     if parsed.scheme != scheme or [name for name, _ in parsed.axes] != [axis]:
         raise LayoutError(f"{setting}={spec}; it can be run only with axis {axis}, as {example}")
     return make_layout(model, spec)
+
+
+def first_train_prompts(task: Task, config: TrainConfig) -> Sequence[Prompt]:
+    """Every training prompt of a task that has few, the first step's of one that has many."""
+    known = len(task.train) if isinstance(task, FiniteTask) else 0
+    count = max(config.grpo.prompts_per_step, min(known, MOST_CHECKED))
+    return task.prompts("train", seed=config.seed, start=0, count=count)
 
 
 def check_prompt(

@@ -15,6 +15,9 @@ MODULES = (
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",
     "shardloop.parallel.worker",
+    "shardloop.trainer",
+    "shardloop.engines.local",
+    "shardloop.weight_sync",
 )
 
 for module in MODULES:

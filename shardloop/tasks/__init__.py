@@ -10,14 +10,14 @@ from pathlib import Path
 
 from shardloop.errors import UsageError
 from shardloop.tasks.addition import addition_task
-from shardloop.tasks.base import evaluation_prompts, stop_token_ids
+from shardloop.tasks.base import FiniteTask, evaluation_prompts, stop_token_ids
 from shardloop.tasks.countdown import countdown_task
 from shardloop.tasks.gym import gym_task
 from shardloop.tasks.jsonl import jsonl_task
 from shardloop.tasks.sort import sort_task
 from shardloop.types import Task
 
-__all__ = ["TASKS", "evaluation_prompts", "load_task", "stop_token_ids"]
+__all__ = ["TASKS", "FiniteTask", "evaluation_prompts", "load_task", "stop_token_ids"]
 
 TASKS: dict[str, Callable[[], Task]] = {
     "sort": sort_task,

@@ -76,6 +76,13 @@ def test_every_shardloop_command_and_flag_exists(
         assert not flags - flags_of(words[0], capsys), words
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_flag_in_running_text_exists(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = {code.split()[0] for code in inline_codes(path) if code.startswith("--")}
+    if told:
+        assert told <= {flag for command in COMMANDS for flag in flags_of(command, capsys)}
+
+
 def flags_of(command: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
     capsys.readouterr()
     with pytest.raises(SystemExit):
@@ -118,8 +125,10 @@ IGNORED = {"__pycache__", "__init__.py", "__main__.py", "py.typed"}
 def test_exit_codes_of_the_readme_are_those_of_the_errors() -> None:
     table = re.findall(r"^\| (\d+) \| ([^|]*) \|", text_of(README), flags=re.MULTILINE)
     told = {name: int(code) for code, names in table for name in re.findall(r"`(\w+)`", names)}
-    classes = inspect.getmembers(errors, inspect.isclass)
-    real = {name: cls.exit_code for name, cls in classes if name != "ShardloopError"}
+    kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
+    subclasses = [kind for kind in kinds if issubclass(kind, errors.ShardloopError)]
+    real = {kind.__name__: kind.exit_code for kind in subclasses}
+    del real["ShardloopError"]
     assert told == real
 
 

@@ -85,7 +85,7 @@ def _all_cases(context: RankContext) -> list[list[tuple[int, int, int]]]:
 
 def test_every_element_arrives_bit_equal_for_any_ranks_bucket_sizes_and_update() -> None:
     """And wire bytes are the minimum, those of the plan; and gathering gives the same tensors."""
-    by_rank = run_ranks(_all_cases, 5, timeout_s=60)
+    by_rank = run_ranks(_all_cases, 5, timeout_s=120)
     for index, case in enumerate(CASES):
         expected = cost(_proof(case).plan, itemsize=2)
         runs = [[by_rank[rank][index][run] for rank in range(5)] for run in range(4)]
@@ -187,10 +187,11 @@ def _broken_receiver(context: RankContext, how: str, folder: str) -> None:
         if context.rank == 2 and count == 3:
             if how == "dies":
                 os._exit(9)
-            time.sleep(2.0)
+            time.sleep(5.0)
         plain(*args)
 
     p2p.unpack = unpack
+    dist.barrier()
     start = time.monotonic()
     error = error_of(
         lambda: execute_p2p(
@@ -200,13 +201,13 @@ def _broken_receiver(context: RankContext, how: str, folder: str) -> None:
             dtype=torch.bfloat16,
             group=dist.group.WORLD,
             bucket_bytes=64,
-            timeout_s=0.7,
+            timeout_s=2.0 if how == "hangs" else 20.0,
         )
     )
     seen = json.dumps([error, time.monotonic() - start])
     Path(folder, f"{context.rank}.json").write_text(seen)
     if how == "hangs":
-        time.sleep(max(0.0, 2.5 - (time.monotonic() - start)))
+        time.sleep(max(0.0, 5.5 - (time.monotonic() - start)))
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])
@@ -215,14 +216,14 @@ def test_a_lost_receiver_is_a_named_error_on_its_senders_within_the_timeout(
 ) -> None:
     if how == "dies":
         with pytest.raises(WorkerDied, match="rank 2"):
-            run_ranks(_broken_receiver, 4, how, str(tmp_path), timeout_s=20)
+            run_ranks(_broken_receiver, 4, how, str(tmp_path), timeout_s=40)
     else:
-        run_ranks(_broken_receiver, 4, how, str(tmp_path), timeout_s=20)
+        run_ranks(_broken_receiver, 4, how, str(tmp_path), timeout_s=40)
     for rank in (0, 1):
         (kind, message), seconds = json.loads((tmp_path / f"{rank}.json").read_text())
         assert kind in ({"WorkerDied"} if how == "dies" else {"WorkerTimeout", "WorkerDied"})
         assert "rank" in message and "bucket" in message and "->" in message
-        assert seconds < 4.0
+        assert seconds < 5.0
     kinds = {json.loads((tmp_path / f"{rank}.json").read_text())[0][0] for rank in (0, 1)}
     assert how == "dies" or "WorkerTimeout" in kinds
 

@@ -105,6 +105,17 @@ def test_ranks_outside_the_plan_have_nothing_to_do() -> None:
     assert plan.sends(3) == plan.receives(3) == plan.receives(4) == plan.sends(7) == []
 
 
+def test_the_choice_of_a_replica_does_not_depend_on_the_order_of_tensors() -> None:
+    model = tiny_model("qwen2", num_hidden_layers=4)
+    reordered = replace(model, classes=model.classes[::-1])
+    a, b = planned(model, "dp=3", "engine:tp=2"), planned(reordered, "dp=3", "engine:tp=2")
+    assert a.digest == b.digest
+    assert len({t.src_rank for t in a.receives(3)}) == 3
+    for rank in a.ranks:
+        assert a.sends(rank) == b.sends(rank)
+        assert a.receives(rank) == b.receives(rank)
+
+
 def test_padding_does_not_leak_into_an_export() -> None:
     model = tiny_model(vocab_size=10)
     full, plan = labels(model), planned(model, "engine:tp=4", "fsdp=1")

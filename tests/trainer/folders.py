@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardloop.rl.batch import Batch
@@ -45,12 +45,16 @@ def make_folder(
     return path
 
 
-def save_tokenizer(path: Path, *, num_letters: int) -> None:
+def save_tokenizer(path: Path, *, num_letters: int, writes_bos: bool = True) -> None:
     letters = [chr(ord("a") + i) for i in range(num_letters)]
     vocab = {piece: i for i, piece in enumerate(["<s>", "</s>", "?", *letters])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.add_special_tokens(["<s>", "</s>"])
+    if writes_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)]
+        )
     tokenizer.save(str(path / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -166,7 +166,7 @@ def faults_of_rank(context: RankContext, folder: Path, run: Path) -> dict[str, A
     dist.barrier()
 
     if context.rank == 0:  # what a killed save leaves behind
-        shutil.copytree(used, run / f".{checkpoint_name(2)}.unfinished")
+        shutil.copytree(used, run / f".{checkpoint_name(2)}.unfinished", dirs_exist_ok=True)
     dist.barrier()
     facts["latest beside a torso"] = latest_checkpoint(run)
     facts["second try"] = message(lambda: trainer.save(second))

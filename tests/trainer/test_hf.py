@@ -83,9 +83,13 @@ def test_weights_that_do_not_fit_the_config_are_all_listed(tmp_path) -> None:
         hf.load_model(folder, dtype=torch.float32)
     assert "missing: model.layers.2" in str(caught.value)
     assert "model.layers.1.mlp.down_proj.weight" in str(caught.value)
+    with pytest.raises(ModelError, match=r"mismatched: .*missing: model\.layers\.2"):
+        hf.load_weights(folder)
     edit_config(folder, num_hidden_layers=1, intermediate_size=48)
     with pytest.raises(ModelError, match=r"unexpected: .*model\.layers\.1\."):
         hf.load_model(folder, dtype=torch.float32)
+    with pytest.raises(ModelError, match=r"unexpected: model\.layers\.1\."):
+        hf.load_weights(folder)
 
 
 def test_damaged_weights_are_refused(tmp_path) -> None:
@@ -94,6 +98,8 @@ def test_damaged_weights_are_refused(tmp_path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ModelError, match="cannot be read"):
         hf.load_model(folder, dtype=torch.float32)
+    with pytest.raises(ModelError, match="cannot be read"):
+        hf.load_weights(folder)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -104,6 +110,9 @@ def test_parameters_are_those_of_the_canonical_model(tmp_path, family, tied) -> 
     shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
     assert shapes == canonical_model(hf.load_config(folder)).tensor_shapes()
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    weights = hf.load_weights(folder)
+    assert weights.keys() == shapes.keys()
+    assert all(torch.equal(weights[name], value) for name, value in model.named_parameters())
 
 
 def test_float64_norms_are_exact(folder) -> None:
@@ -153,6 +162,13 @@ def test_prompts_are_encoded_once_and_keep_their_special_tokens(folder) -> None:
     messages = ({"role": "user", "content": "a"}, {"role": "user", "content": "b"})
     assert tokenizer.encode_prompt(Prompt(uid="2", messages=messages)) == [0, a, 0, b, 1]
     assert tokenizer.decode([0, a, 1, b]).replace(" ", "") == "ab"
+
+
+def test_a_bos_that_the_tokenizer_only_names_is_not_put_before_prompts(tmp_path) -> None:
+    folder = make_folder(tmp_path)
+    save_tokenizer(folder, num_letters=26, writes_bos=False)
+    tokenizer = hf.load_tokenizer(folder)
+    assert tokenizer.encode_prompt(Prompt(uid="1", text="ab")) == tokenizer.encode("ab")
 
 
 def test_stops_at_every_eos_of_tokenizer_and_generation_config(tmp_path) -> None:

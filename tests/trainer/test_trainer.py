@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from shardloop import hf
 from shardloop.config import GRPOConfig, OptimConfig, TrainerConfig
-from shardloop.errors import LayoutError, UsageError
+from shardloop.errors import LayoutError, NonFiniteGradient, UsageError
 from shardloop.parallel.mesh import trainer_axes
 from shardloop.parallel.worker import RankContext
 from shardloop.rl.batch import Batch
-from shardloop.trainer import NonFiniteGradient, Trainer
+from shardloop.trainer import Trainer
 from tests.harness import run_ranks
 from tests.trainer.folders import make_folder, make_random_batch
 

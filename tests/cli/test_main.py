@@ -1,0 +1,118 @@
+"""The command line: exit codes and messages for what people get wrong."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import shardloop
+from shardloop.cli.main import main
+from shardloop.tiny import build_tiny
+
+Result = tuple[int, str]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    def call(*arguments: str) -> Result:
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as exit_:  # the option parser's way out
+            code = int(exit_.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny(tmp_path_factory.mktemp("model") / "tiny", seed=0)
+
+
+def copy(tiny: Path, folder: Path, **changes: object) -> Path:
+    """The tiny model with other settings in its config.json."""
+    shutil.copytree(tiny, folder)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def jsonl(path: Path, *records: object) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_version_and_help_end_well(run) -> None:
+    assert run("--version") == (0, f"shardloop {shardloop.__version__}\n")
+    code, text = run("--help")
+    assert code == 0 and "train" in text and "generate" in text
+    assert run("train", "--help")[0] == 0
+
+
+def test_unknown_command_names_the_known_ones(run) -> None:
+    code, text = run("trian")
+    assert code == 2 and "'trian'" in text and "train" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--preset", "huge"], 2, "no preset 'huge'; choose from smollm2, tiny"),
+        (["--model", "/no/such/model", "--task", "sort"], 2, "no such folder"),
+        (["--model", "/no/such/model"], 2, "add --task"),
+        (["--task", "sorting"], 2, "task='sorting' is unknown"),
+        (["--reward", "exakt"], 2, "reward='exakt' is unknown"),
+        (["--reward", "no.module:f"], 2, "importing no.module failed"),
+        (["--grpo.samples-per-prompt", "1"], 2, "samples-per-prompt=1"),
+        (["--engine.layout", "engine:tp=3"], 2, "tp=3 does not divide"),
+        (["--engine.layout", "engine:tp=0"], 2, "tp=0"),
+        (["--trainer.layout", "tp=2"], 2, "trainer.layout=tp=2"),
+        (["--trainer.layout", "mesh=2"], 2, "axis"),
+        (["--sampling.temperature", "0"], 2, "temperature"),
+        (["--sampling.max-tokens", "9999"], 3, "context"),
+        (["--steps", "0"], 2, "steps=0"),
+        (["--resume", "/no/such/run"], 2, "no manifest.json"),
+        (["--seeds", "0"], 2, "seeds=0"),
+        (["--no-such-flag"], 2, "no-such-flag"),
+    ],
+)
+def test_a_wrong_setting_is_one_clear_error(run, arguments, code, message) -> None:
+    got, text = run("train", *arguments, "--check")
+    assert (got, message in text) == (code, True), text
+    assert "Traceback" not in text
+
+
+def test_check_prints_the_plan_and_runs_nothing(run, tmp_path: Path) -> None:
+    code, text = run("train", "--preset", "tiny", "--check", "--out", tmp_path / "runs")
+    assert code == 0
+    assert "plan       proved" in text and "rank 0 -> 2" in text
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_model_folder_must_be_whole_and_fit_its_tokenizer(run, tiny, tmp_path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    small = copy(tiny, tmp_path / "small", vocab_size=20)
+    gpt2 = copy(tiny, tmp_path / "gpt2", model_type="gpt2")
+    for folder, message in (
+        (empty, "no config.json"),
+        (small, "ids but the model only vocab_size=20"),
+        (gpt2, "gpt2"),
+    ):
+        code, text = run("train", "--model", folder, "--task", "sort", "--check")
+        assert (code, message in text) == (2, True), text
+
+
+def test_prompts_that_cannot_be_used_name_themselves(run, tiny, tmp_path) -> None:
+    good = [{"prompt": f"{i}>", "answer": str(i)} for i in range(40)]
+    for records, message in (
+        ([], "no prompts in it"),
+        ([*good, {"prompt": "", "answer": "1", "split": "train"}], "task.jsonl:41"),
+        ([{"prompt": "1" * 500, "answer": "1"}, *good], "context"),
+        ([{"answer": "1"}], "prompt"),
+    ):
+        path = jsonl(tmp_path / "task.jsonl", *records)
+        code, text = run("train", "--model", tiny, "--task", path, "--check")
+        assert (code, message in text) == (3, True), text

@@ -1,0 +1,7 @@
+"""A reward that even an untrained model sometimes earns, for `--reward tests.controller.rewards:…`."""
+
+from shardloop.types import Prompt
+
+
+def share_of_digits(prompt: Prompt, text: str, *, finished: bool) -> float:
+    return sum(character.isdigit() for character in text) / 10
