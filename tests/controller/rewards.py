@@ -1,4 +1,4 @@
-"""A reward that even an untrained model sometimes earns, for `--reward tests.controller.rewards:…`."""
+"""A reward that even an untrained model earns, for `--reward tests.controller.rewards:…`."""
 
 from shardloop.types import Prompt
 
