@@ -50,7 +50,6 @@ class Pending:
     ranks: tuple[int, ...]
     collect: Callable[[list[Any]], Any]
     blobs: dict[int, bytes] = field(default_factory=dict)
-    failed: bool = False
 
     def missing(self) -> list[int]:
         return [rank for rank in self.ranks if rank not in self.blobs]
@@ -285,7 +284,7 @@ class LocalWorkers:
 
     def _wait_for(self, pending: Pending, *, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        while pending.missing() or pending.failed:
+        while pending.missing() or self._faults:
             self._check_running(pending.label)
             now = time.monotonic()
             if self._faults:
@@ -348,7 +347,6 @@ class LocalWorkers:
         pending = self._pending[call_id]
         pending.blobs[rank] = blob
         if not ok:
-            pending.failed = True
             where = f"{self._name(rank)} raised in {pending.label}"
             self._faults.append(raised(pickle.loads(blob), where=where))
         if not pending.missing():

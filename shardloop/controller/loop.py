@@ -176,11 +176,11 @@ def update(
     step is made: AdamW would move the weights all the same, by its moments and its decay.
 
     Returns:
-        Means over the inner epochs of what the trainer reports, and `update`: 1, or 0 if no step.
+        `update` 1 and means over the inner epochs of what the trainer reports; only `update` 0
+        where no step was made.
     """
     if not has_signal:
-        metrics = trainer.call("forward_backward", batch, grpo, collect="sum")
-        return {**metrics, "grad_norm": 0.0, "update": 0}
+        return {"update": 0}
     epochs = []
     for _ in range(grpo.inner_epochs):
         metrics = trainer.call("forward_backward", batch, grpo, collect="sum")

@@ -25,5 +25,5 @@ class ProcessGroupTP:
     def all_gather_last_dim(self, x: Tensor) -> Tensor:
         """Collective over the group: all ranks' `x`, joined along the last dim by rank."""
         parts = torch.empty(self.size * x.numel(), dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(parts, x.contiguous().view(-1), group=self._group)
+        dist.all_gather_single(parts, x.contiguous().view(-1), group=self._group)
         return torch.cat(parts.view(self.size, *x.shape).unbind(0), dim=-1)

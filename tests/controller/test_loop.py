@@ -74,7 +74,7 @@ def test_every_sample_trains_the_weights_that_drew_it() -> None:
     steps = world.run()
     assert world.sync.versions == [0, 1, 2, 3, 4, 5]
     assert [step.metrics["version"] for step in steps] == [0, 1, 2, 3, 4, 5]
-    assert all(step.metrics["gap_max"] == 0.0 for step in steps)
+    assert all(step.metrics["gap_max"] < 1e-6 for step in steps)
     assert world.trainer.version == 6
 
 
@@ -138,7 +138,6 @@ def test_without_signal_no_step_is_made_and_the_weights_stay() -> None:
     assert [step.metrics["update"] for step in steps] == [0] * 6
     assert [step.metrics["zero_signal_fraction"] for step in steps] == [1.0] * 6
     assert world.trainer.version == 0 and world.sync.versions == [0]
-    assert all(step.metrics["loss"] == 0.0 for step in steps)
 
 
 def test_without_signal_a_kl_term_still_pulls() -> None:
@@ -155,16 +154,16 @@ def test_kl_is_exactly_zero_at_first_and_positive_once_the_policy_has_moved() ->
     assert "kl" not in World().run(stop=1)[0].metrics
 
 
-def test_the_gap_compares_full_distributions_and_the_correction_the_sampled_ones() -> None:
+def test_gap_and_correction_compare_full_distributions_whatever_top_p_cut_off() -> None:
     engine = RowEngine()
     engine.behave_offset = 0.25
     world = World(engine)
     [step] = world.run(replace(CONFIG, steps=1))
-    assert step.metrics["gap_max"] == 0.0
-    weights_N = world.trainer.batches[0].weights_N
-    assert weights_N is not None
-    mask_N = world.trainer.batches[0].loss_mask_N
-    torch.testing.assert_close(weights_N[mask_N], torch.full_like(weights_N[mask_N], 0.7788008))
+    assert step.metrics["gap_max"] < 1e-6
+    batch = world.trainer.batches[0]
+    assert batch.weights_N is not None
+    weights_n = batch.weights_N[batch.loss_mask_N]
+    torch.testing.assert_close(weights_n, torch.ones_like(weights_n), atol=1e-6, rtol=0)
 
 
 def test_metrics_agree_with_the_samples() -> None:
