@@ -81,7 +81,7 @@ class GRPOConfig:
     kl_coef: float = 0.0
     """Weight of the k3 KL term to the frozen starting policy; 0 keeps no reference model."""
     correction: CorrectionKind = "token"
-    """Truncated importance weight exp(trainer - engine log-prob) per token, per sequence, or none."""
+    """Truncated weight exp(trainer - engine log-prob) per token, per sequence, or none."""
     correction_cap: float = 2.0
     """Upper bound of that weight."""
 
