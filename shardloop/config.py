@@ -15,6 +15,7 @@ DTypeName = Literal["float32", "float64", "bfloat16"]
 Std = Literal["sample", "population", "none"]
 CorrectionKind = Literal["none", "token", "sequence"]
 Schedule = Literal["constant", "cosine"]
+Tracker = Literal["none", "tensorboard"]
 ConfigT = TypeVar("ConfigT")
 
 
@@ -239,6 +240,8 @@ class TrainConfig:
     """Folder under which the run's folder is made."""
     name: str | None = None
     """Name of the run's folder; by default the preset or model and the seed."""
+    track: Tracker = "none"
+    """Where metrics go besides the run's files; tensorboard needs the extra `track`."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

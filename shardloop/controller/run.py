@@ -27,6 +27,7 @@ from shardloop.controller.rollouts import rollout
 from shardloop.controller.rundir import RunFolder
 from shardloop.controller.setup import Setup, describe, resolve
 from shardloop.controller.sft import sft_steps
+from shardloop.controller.track import open_sink
 from shardloop.errors import CheckpointError, Interrupted, UsageError
 from shardloop.metrics import JsonlWriter, read_jsonl
 from shardloop.smollm2 import fetch_smollm2
@@ -197,9 +198,11 @@ def run_loop(
         start=start,
     )
     metrics_file = JsonlWriter(folder.metrics)
+    sink = open_sink(config.track, folder.tensorboard)
     try:
         for step in steps:
             metrics_file.write(step.metrics)
+            sink.write(step.number, step.metrics)
             yield Progress("train", step.number, config.steps, step.metrics)
             is_last = step.number == config.steps
             stop = stop_requested() and not is_last
@@ -214,6 +217,7 @@ def run_loop(
                 yield measure(setup, groups, folder, step=step.number)
     finally:
         metrics_file.close()
+        sink.close()
 
 
 def _is_due(step: int, every: int) -> bool:

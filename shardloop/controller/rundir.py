@@ -57,6 +57,10 @@ class RunFolder:
         return self.root / "export"
 
     @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
     def curve(self) -> Path:
         return self.root / "curve.png"
 

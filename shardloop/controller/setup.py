@@ -7,6 +7,7 @@ the prompts; `describe` prints the outcome.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from shardloop import hf
@@ -159,12 +160,12 @@ def describe(setup: Setup) -> str:
         f"task       {setup.task.name}, judged by {setup.reward_name}; "
         f"e.g. {example.text or example.messages!r}",
         f"held out   {len(setup.test_prompts)} prompts",
-        f"trainer    {setup.src.spec} on ranks {setup.placement.trainer_ranks}",
-        f"engine     {setup.dst.spec} on ranks {setup.placement.engine_ranks}",
+        f"trainer    {setup.src.spec} on ranks {list(setup.placement.trainer_ranks)}",
+        f"engine     {setup.dst.spec} on ranks {list(setup.placement.engine_ranks)}",
         f"batch      {config.grpo.prompts_per_step} prompts x "
         f"{config.grpo.samples_per_prompt} samples = {batch} completions, {config.steps} steps",
-        f"plan       proved, digest {setup.proof.plan.digest[:16]}",
-        str(cost(setup.proof.plan, itemsize=ITEMSIZE[config.engine.dtype])),
+        f"plan       {setup.proof}",
+        indent(str(cost(setup.proof.plan, itemsize=ITEMSIZE[config.engine.dtype])), " " * 11),
     ]
     return "\n".join(lines)
 

@@ -87,7 +87,7 @@ def test_a_wrong_setting_is_one_clear_error(run, arguments, code, message) -> No
 def test_check_prints_the_plan_and_runs_nothing(run, tmp_path: Path) -> None:
     code, text = run("train", "--preset", "tiny", "--check", "--out", tmp_path / "runs")
     assert code == 0
-    assert "plan       proved" in text and "rank 0 -> 2" in text
+    assert "plan       proved: plan " in text and "rank 0 -> 2" in text
     assert not (tmp_path / "runs").exists()
 
 

@@ -1,0 +1,63 @@
+"""Metrics for a dashboard, besides the run's own files. Called by `controller.run`. Floor 4."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from shardloop.config import Tracker
+from shardloop.errors import UsageError
+
+
+class MetricSink(Protocol):
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Takes the numbers of one step; nested mappings are named `outer/inner`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class NoSink:
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class TensorBoardSink:
+    """Event files that `tensorboard --logdir` shows."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise UsageError(
+                "track=tensorboard needs the extra: pip install 'shardloop[track]'"
+            ) from error
+        self._writer = SummaryWriter(str(folder))
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for name, value in flat(metrics).items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def open_sink(tracker: Tracker, folder: Path) -> MetricSink:
+    """
+    Raises:
+        UsageError: the tracker's package is not installed.
+    """
+    return TensorBoardSink(folder) if tracker == "tensorboard" else NoSink()
+
+
+def flat(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Numbers by name; a mapping within becomes `outer/inner`."""
+    numbers: dict[str, float] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            numbers |= flat(value, f"{prefix}{name}/")
+        else:
+            numbers[prefix + name] = float(value)
+    return numbers
