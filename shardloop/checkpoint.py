@@ -19,25 +19,24 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardloop.errors import CheckpointError
+from shardloop.parallel.agree import together
 
 TRAINER_FILE = "trainer.json"
 DRIVER_FILE = "driver.json"
 _NAME = re.compile(r"step-(\d{6,})")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,23 +50,19 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def latest_checkpoint(folder: Path | str) -> Path | None:
+def latest_checkpoint(folder: Path) -> Path | None:
     """The complete checkpoint of the highest step in `folder`, or None."""
-    found = _checkpoints(Path(folder))
+    found = _checkpoints(folder)
     return found[-1] if found else None
 
 
-def prune_checkpoints(folder: Path | str, *, keep: int) -> list[Path]:
-    """Removes all but the `keep` newest checkpoints; returns those removed. One process calls.
+def prune_checkpoints(folder: Path, *, keep: int) -> None:
+    """Removes all but the `keep` (1 or more) newest checkpoints. One process calls.
 
     Raises:
-        ValueError: keep < 1.
         CheckpointError: one cannot be removed.
     """
-    if keep < 1:
-        raise ValueError(f"keep={keep}; choose 1 or more")
-    removed = _checkpoints(Path(folder))[:-keep]
-    for path in removed:
+    for path in _checkpoints(folder)[:-keep]:
         doomed = path.with_name(f".{path.name}.removed")
         try:
             # Renamed first: a crash half way leaves nothing that looks like a checkpoint.
@@ -75,7 +70,6 @@ def prune_checkpoints(folder: Path | str, *, keep: int) -> list[Path]:
             shutil.rmtree(doomed)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot remove this old checkpoint: {error}") from error
-    return removed
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -91,7 +85,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 
 def save_checkpoint(
-    path: Path | str,
+    path: Path,
     state: Mapping[str, Tensor],
     *,
     version: int,
@@ -107,7 +101,6 @@ def save_checkpoint(
         CheckpointError: on every rank, when any rank cannot write; the unfinished folder is removed
             and earlier checkpoints are as they were.
     """
-    path = Path(path)
     unfinished = path.with_name(f".{path.name}.unfinished")
     is_first = dist.get_rank(group) == 0
     notes = {TRAINER_FILE: {"version": version}, DRIVER_FILE: dict(extra)}
@@ -129,7 +122,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: Path | str, state: Mapping[str, Tensor], *, group: dist.ProcessGroup
+    path: Path, state: Mapping[str, Tensor], *, group: dist.ProcessGroup
 ) -> Restored:
     """Collective over `group`: fill `state` in place from a folder saved at any number of ranks.
 
@@ -138,7 +131,6 @@ def load_checkpoint(
             keys that are extra, missing, or of another dtype or shape, all of them listed. Later:
             files that cannot be read, after which `state` may be half filled.
     """
-    path = Path(path)
     restored = together(group, lambda: _check_saved(path, state), path=path)
     together(
         group,
@@ -146,35 +138,6 @@ def load_checkpoint(
         path=path,
     )
     return restored
-
-
-def together(group: dist.ProcessGroup, action: Callable[[], T], *, path: Path) -> T:
-    """Collective over `group`: run `action` on each rank; if it fails on any, fail on all.
-
-    Whatever the failure, no rank is left waiting in a later collective for one that gave up.
-
-    Raises:
-        CheckpointError: on every rank, naming `path` and each distinct failure.
-    """
-    result, cause = None, None
-    try:
-        result = action()
-    except (Exception, CheckpointException) as error:
-        cause = error
-    failures: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(failures, None if cause is None else _describe(cause), group=group)
-    reasons = dict.fromkeys(text for text in failures if text is not None)
-    if reasons:
-        raise CheckpointError(f"{path}: {'; '.join(reasons)}") from cause
-    return result  # type: ignore[return-value]
-
-
-def _describe(error: BaseException) -> str:
-    """One line; of a failure that torch gathered from several ranks, each cause once."""
-    if isinstance(error, CheckpointException):
-        causes = (f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
-        return "; ".join(dict.fromkeys(causes))
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 def _start_folder(unfinished: Path) -> None:

@@ -1,7 +1,7 @@
 """Settings of a run: frozen dataclasses, composed, checked when made. Floor 0.
 
 The docstring under a field is its help text on the command line. Vetted sets of values are in
-`shardloop.presets`. Neither torch nor ray is imported here.
+`shardloop.presets`.
 """
 
 from dataclasses import asdict, dataclass, field, is_dataclass
@@ -135,7 +135,7 @@ class TrainerConfig:
     """How the trained model is cut and fed."""
 
     layout: str = "fsdp=2"
-    """Layout string of the trainer's ranks."""
+    """Layout of the trainer's ranks: fsdp=N, dp=R (replicas), or dp=R,fsdp=N."""
     dtype: DTypeName = "float32"
     """Dtype of master weights and arithmetic."""
     row_tokens: int = 256
@@ -153,7 +153,7 @@ class EngineConfig:
     """How the sampling side is cut and sized."""
 
     layout: str = "engine:tp=2"
-    """Layout string of the engine's ranks."""
+    """Layout of the engine's ranks: engine:tp=N."""
     dtype: DTypeName = "float32"
     """Dtype of the engine's weights and arithmetic; weights are converted as they are sent."""
     max_slots: int = 256

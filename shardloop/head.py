@@ -32,10 +32,8 @@ def token_logprobs(
     *,
     temperature: float,
     chunk: int | None = None,
-    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target under softmax((hidden @ weight.T + bias) / temperature), and the
-    entropy there.
+    """Log-prob of each target under softmax(hidden @ weight.T / temperature), and its entropy.
 
     Extra memory is two chunks of logits, and in backward the gradients themselves. Backward
     computes the logits a second time instead of keeping them. The values do not depend on whether
@@ -43,7 +41,7 @@ def token_logprobs(
     differentiable.
 
     Args:
-        hidden_nD, weight_VD, bias: of one dtype. In bfloat16 the product is rounded to bfloat16;
+        hidden_nD, weight_VD: of one dtype. In bfloat16 the product is rounded to bfloat16;
             everything after it, and the sum of the weight's gradient over chunks, is in float32.
         target_ids_n: int64 in [0, V).
         chunk: tokens at a time; by default from the size of V, at least 256.
@@ -56,12 +54,12 @@ def token_logprobs(
         UsageError: shapes or dtypes that do not fit, a temperature or chunk that is not above 0, a
             target outside [0, V).
     """
-    _check(hidden_nD, weight_VD, target_ids_n, bias=bias, temperature=temperature)
+    _check(hidden_nD, weight_VD, target_ids_n, temperature=temperature)
     size = _default_chunk(weight_VD) if chunk is None else chunk
     if size < 1:
         raise UsageError(f"chunk={chunk}; choose 1 or more, or None")
     result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(
-        hidden_nD, weight_VD, bias, target_ids_n, temperature, size
+        hidden_nD, weight_VD, target_ids_n, temperature, size
     )
     return result
 
@@ -72,7 +70,6 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any,
         hidden_nD: Tensor,
         weight_VD: Tensor,
-        bias: Tensor | None,
         target_ids_n: Tensor,
         temperature: float,
         chunk: int,
@@ -80,7 +77,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs_n = hidden_nD.new_empty(len(hidden_nD), dtype=_wide(hidden_nD.dtype))
         entropy_n = torch.empty_like(logprobs_n)
         for tokens in _chunks(len(hidden_nD), chunk):
-            shifted_cV = _shifted_logits(hidden_nD[tokens], weight_VD, bias, temperature)
+            shifted_cV = _shifted_logits(hidden_nD[tokens], weight_VD, temperature)
             exp_cV = shifted_cV.exp()
             sum_c = exp_cV.sum(-1)
             log_sum_c = sum_c.log()
@@ -88,7 +85,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 shifted_cV.gather(-1, target_ids_n[tokens, None]).squeeze(-1) - log_sum_c
             )
             entropy_n[tokens] = log_sum_c - shifted_cV.mul_(exp_cV).sum(-1) / sum_c
-        ctx.save_for_backward(hidden_nD, weight_VD, bias, target_ids_n)
+        ctx.save_for_backward(hidden_nD, weight_VD, target_ids_n)
         ctx.temperature = temperature
         ctx.chunk = chunk
         ctx.mark_non_differentiable(entropy_n)
@@ -97,47 +94,40 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_n: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_nD, weight_VD, bias, target_ids_n = ctx.saved_tensors
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        hidden_nD, weight_VD, target_ids_n = ctx.saved_tensors
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden_nD = torch.empty_like(hidden_nD) if wants_hidden else None
         grad_weight_VD = (
             torch.zeros_like(weight_VD, dtype=_wide(weight_VD.dtype)) if wants_weight else None
         )
-        grad_bias_V = torch.zeros_like(bias, dtype=_wide(bias.dtype)) if wants_bias else None
         for tokens in _chunks(len(hidden_nD), ctx.chunk):
             hidden_cD = hidden_nD[tokens]
             # d logprob / d logit = (onehot - softmax) / temperature, built in the logits' own
             # buffer
-            dlogits_cV = _shifted_logits(hidden_cD, weight_VD, bias, ctx.temperature).exp_()
+            dlogits_cV = _shifted_logits(hidden_cD, weight_VD, ctx.temperature).exp_()
             scale_c = grad_n[tokens] / ctx.temperature
             dlogits_cV.mul_((-scale_c / dlogits_cV.sum(-1))[:, None])
             dlogits_cV.scatter_add_(-1, target_ids_n[tokens, None], scale_c[:, None])
-            if grad_bias_V is not None:
-                grad_bias_V += dlogits_cV.sum(0)
             if grad_hidden_nD is not None:
                 grad_hidden_nD[tokens] = dlogits_cV.to(weight_VD.dtype) @ weight_VD
             if grad_weight_VD is not None:
                 grad_weight_VD.addmm_(dlogits_cV.T, hidden_cD.to(dlogits_cV.dtype))
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
-        if grad_bias_V is not None:
-            grad_bias_V = grad_bias_V.to(bias.dtype)
-        return grad_hidden_nD, grad_weight_VD, grad_bias_V, None, None, None
+        return grad_hidden_nD, grad_weight_VD, None, None, None
 
 
-def _shifted_logits(
-    hidden_cD: Tensor, weight_VD: Tensor, bias: Tensor | None, temperature: float
-) -> Tensor:
+def _shifted_logits(hidden_cD: Tensor, weight_VD: Tensor, temperature: float) -> Tensor:
     """Logits over temperature, minus their maximum (so that exp cannot overflow), in float32 or
     float64."""
-    logits_cV = torch.nn.functional.linear(hidden_cD, weight_VD, bias).to(_wide(weight_VD.dtype))
+    logits_cV = torch.nn.functional.linear(hidden_cD, weight_VD).to(_wide(weight_VD.dtype))
     if temperature != 1.0:
         logits_cV.div_(temperature)
     return logits_cV.sub_(logits_cV.amax(-1, keepdim=True))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _default_chunk(weight_VD: Tensor) -> int:
@@ -153,7 +143,6 @@ def _check(
     weight_VD: Tensor,
     target_ids_n: Tensor,
     *,
-    bias: Tensor | None,
     temperature: float,
 ) -> None:
     if (
@@ -161,16 +150,14 @@ def _check(
         or weight_VD.ndim != 2
         or hidden_nD.shape[1] != weight_VD.shape[1]
         or target_ids_n.shape != hidden_nD.shape[:1]
-        or (bias is not None and bias.shape != weight_VD.shape[:1])
     ):
         raise UsageError(
             f"hidden {tuple(hidden_nD.shape)}, weight {tuple(weight_VD.shape)} and targets "
-            f"{tuple(target_ids_n.shape)} do not fit; pass [n, D], [V, D], [n] and bias [V] or None"
+            f"{tuple(target_ids_n.shape)} do not fit; pass [n, D], [V, D] and [n]"
         )
-    if len({tensor.dtype for tensor in (hidden_nD, weight_VD, bias) if tensor is not None}) > 1:
+    if hidden_nD.dtype != weight_VD.dtype:
         raise UsageError(
-            f"hidden is {hidden_nD.dtype} and weight is {weight_VD.dtype}; "
-            "cast them (and the bias) to one dtype"
+            f"hidden is {hidden_nD.dtype} and weight is {weight_VD.dtype}; cast them to one dtype"
         )
     if not 0.0 < temperature < float("inf"):
         raise UsageError(f"temperature={temperature}; choose a finite value above 0")

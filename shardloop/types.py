@@ -128,6 +128,8 @@ class Task(Protocol):
     """A stream of prompts with train and test splits that share no question."""
 
     name: str
+    stop_text: str | None
+    """Text that ends an answer besides the tokenizer's stop tokens; None where those suffice."""
 
     def prompts(self, split: Split, *, seed: int, start: int, count: int) -> Sequence[Prompt]:
         """`count` prompts of the stream `(split, seed)` from `start`; equal calls, equal prompts.

@@ -12,7 +12,7 @@ A step starts on a rank when the one before has passed on all of them; a failed 
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardloop.errors import PlanError, ShardloopError
-from shardloop.layout import Layout
-from shardloop.reshard.agree import agree, all_reduce
+from shardloop.parallel.agree import agree, all_reduce
 from shardloop.reshard.cost import cost
 from shardloop.reshard.fingerprint import check_fingerprints, find_copies, local_fingerprints
 from shardloop.reshard.p2p import (
@@ -32,8 +31,8 @@ from shardloop.reshard.p2p import (
     check_tensors,
     execute_p2p,
 )
-from shardloop.reshard.plan import Plan, plan_reshard
-from shardloop.reshard.verify import verify
+from shardloop.reshard.plan import Plan
+from shardloop.reshard.verify import Proof
 
 
 class Source(Protocol):
@@ -73,51 +72,44 @@ class SyncReport:
 
 
 class WeightSync:
-    """Moves weights from a trainer to an engine along one plan, proved when this is made."""
+    """Moves weights from a trainer to an engine along one proved plan."""
 
     def __init__(
         self,
         trainer: Source | None,
         engine: Target | None,
         *,
-        src: Layout,
-        dst: Layout,
-        src_ranks: Sequence[int],
-        dst_ranks: Sequence[int],
+        proof: Proof,
         group: dist.ProcessGroup,
         dtype: torch.dtype,
         bucket_bytes: int = BUCKET_BYTES,
         timeout_s: float = 60.0,
     ) -> None:
-        """Collective over `group`: plan, prove, and agree that all ranks have the same plan.
+        """Collective over `group`: agree that all ranks have the same plan.
 
         Args:
-            trainer: on the ranks of `src_ranks`, None elsewhere.
-            engine: on the ranks of `dst_ranks`, None elsewhere. Colocated ranks have both.
-            src, dst: layouts of the trainer's shards and of the engine's tensors.
-            src_ranks, dst_ranks: global rank of each layout rank.
+            trainer: on the source ranks of the plan, None elsewhere.
+            engine: on the destination ranks, None elsewhere. Colocated ranks have both.
+            proof: of the plan from the trainer's layout to the engine's.
             group: contains all ranks of both sides.
             dtype: of the engine's tensors; the trainer's are converted to it.
             bucket_bytes, timeout_s: see `execute_p2p`.
         Raises:
-            PlanError: on all ranks: no proof, or different plans, or a role without its object.
+            PlanError: on all ranks: different plans, or a role without its object.
         """
         self._trainer, self._engine = trainer, engine
-        self._group, self._dtype = group, dtype
+        self._proof, self._group, self._dtype = proof, group, dtype
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
+        plan = proof.plan
+        self._minimum_bytes = cost(plan, itemsize=dtype.itemsize).minimum_bytes
         fault: PlanError | None = None
-        digest = "none"
         try:
-            plan = plan_reshard(src, dst, src_ranks=src_ranks, dst_ranks=dst_ranks)
-            self._proof = verify(plan)
-            self._src_copies, self._dst_copies = find_copies(src), find_copies(dst)
-            self._minimum_bytes = cost(plan, itemsize=dtype.itemsize).minimum_bytes
+            self._src_copies, self._dst_copies = find_copies(plan.src), find_copies(plan.dst)
             _check_roles(plan, trainer, engine)
-            digest = plan.digest
         except PlanError as error:
             fault = error
         what = "the set-up of the weight sync"
-        agree(group, fault=fault, same=f"plan {digest}", what=what, timeout_s=timeout_s)
+        agree(group, fault=fault, same=f"plan {proof.digest}", what=what, timeout_s=timeout_s)
 
     def sync(self, version: int) -> SyncReport:
         """Collective over the group: the engine holds the trainer's weights `version` afterwards.

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from shardloop.config import WorkersConfig
 from shardloop.controller.groups import LocalWorkers
 
 
@@ -20,7 +21,7 @@ def run_ranks(
     is one role, "all".
     """
     roles = {"all": range(world_size)} if roles is None else roles
-    with LocalWorkers(roles, timeout_s=timeout_s) as workers:
+    with LocalWorkers(roles, WorkersConfig(timeout_s=timeout_s)) as workers:
         assert len(workers.ranks) == world_size, (
             f"roles {dict(roles)} do not make {world_size} ranks"
         )

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[1]
+PATCHES = ROOT / "tests" / "mutants"
 HEADER = "# kills:"
 PYTEST_PASSED, PYTEST_FAILED = 0, 1
 
@@ -76,13 +77,16 @@ def copied_tree(root: Path) -> Iterator[Path]:
         yield copy
 
 
-def apply_patch(mutant: Mutant, copy: Path) -> None:
-    """Raises MutantError when the code has moved on and the patch no longer fits it exactly."""
-    # Without the ceiling git could take the copy for a part of a repository around it, and skip
+def apply_patch(mutant: Mutant, tree: Path, *options: str) -> None:
+    """With the option `--check` nothing is changed.
+
+    Raises MutantError when the code has moved on and the patch no longer fits it exactly.
+    """
+    # Without the ceiling git could take the tree for a part of a repository around it, and skip
     # every file without a word.
-    env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(copy.parent)}
-    command = ["git", "apply", "--verbose", str(mutant.patch)]
-    done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
+    env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.parent)}
+    command = ["git", "apply", "--verbose", *options, str(mutant.patch)]
+    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
     if done.returncode != 0:
         raise MutantError(
             f"no longer applies; renew it against the code of today\n{done.stderr.strip()}"
@@ -186,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--jobs", type=int, default=min(4, os.cpu_count() or 1), help="patches at a time"
     )
     args = parser.parse_args(argv)
-    patches = sorted((ROOT / "tests" / "mutants").glob("*.patch"))
+    patches = sorted(PATCHES.glob("*.patch"))
     if args.names:
         patches = [patch for patch in patches if patch.stem in args.names]
     if not patches:

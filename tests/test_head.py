@@ -13,22 +13,21 @@ from shardloop.head import token_logprobs
 N, D, V = 13, 6, 17
 
 
-def inputs(seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states, weight and bias with gradients, and targets."""
+def inputs(seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states and weight with gradients, and targets."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
         values = torch.randn(*shape, generator=generator, dtype=torch.float64)
         return values.to(dtype).requires_grad_()
 
-    return draw(N, D), draw(V, D), draw(V), torch.randint(0, V, (N,), generator=generator)
+    return draw(N, D), draw(V, D), torch.randint(0, V, (N,), generator=generator)
 
 
 def naive(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    logits = hidden @ weight.T if bias is None else hidden @ weight.T + bias
-    logprobs = (logits / temperature).log_softmax(-1)
+    logprobs = (hidden @ weight.T / temperature).log_softmax(-1)
     entropy = -(logprobs.exp() * logprobs).sum(-1)
     return logprobs.gather(-1, targets[:, None]).squeeze(-1), entropy
 
@@ -39,13 +38,11 @@ def naive(
 def test_values_and_gradients_equal_plain_log_softmax(
     chunk: int | None, temperature: float, dtype: torch.dtype, tolerance: float
 ) -> None:
-    hidden, weight, bias, targets = inputs(0, dtype)
+    hidden, weight, targets = inputs(0, dtype)
     upstream = torch.randn(N, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    expected = naive(hidden, weight, bias, targets, temperature)
-    actual = token_logprobs(
-        hidden, weight, targets, temperature=temperature, chunk=chunk, bias=bias
-    )
-    leaves = (hidden, weight, bias)
+    expected = naive(hidden, weight, targets, temperature)
+    actual = token_logprobs(hidden, weight, targets, temperature=temperature, chunk=chunk)
+    leaves = (hidden, weight)
     expected_grads = torch.autograd.grad((expected[0] * upstream.to(dtype)).sum(), leaves)
     actual_grads = torch.autograd.grad((actual[0] * upstream.to(dtype)).sum(), leaves)
     for ours, theirs in zip((*actual, *actual_grads), (*expected, *expected_grads), strict=True):
@@ -53,29 +50,27 @@ def test_values_and_gradients_equal_plain_log_softmax(
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_gradient_equals_finite_differences(with_bias: bool) -> None:
-    hidden, weight, bias, targets = inputs(2)
+def test_gradient_equals_finite_differences() -> None:
+    hidden, weight, targets = inputs(2)
 
-    def logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return token_logprobs(hidden, weight, targets, temperature=0.7, chunk=4, bias=bias)[0]
+    def logprobs(hidden: Tensor, weight: Tensor) -> Tensor:
+        return token_logprobs(hidden, weight, targets, temperature=0.7, chunk=4)[0]
 
-    leaves = (hidden, weight, bias) if with_bias else (hidden, weight)
-    assert torch.autograd.gradcheck(logprobs, leaves)
+    assert torch.autograd.gradcheck(logprobs, (hidden, weight))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_values_are_bit_equal_with_and_without_gradient(dtype: torch.dtype) -> None:
-    hidden, weight, bias, targets = inputs(3, dtype)
-    with_grad = token_logprobs(hidden, weight, targets, temperature=0.9, chunk=4, bias=bias)
+    hidden, weight, targets = inputs(3, dtype)
+    with_grad = token_logprobs(hidden, weight, targets, temperature=0.9, chunk=4)
     with torch.no_grad():
-        without = token_logprobs(hidden, weight, targets, temperature=0.9, chunk=4, bias=bias)
+        without = token_logprobs(hidden, weight, targets, temperature=0.9, chunk=4)
     for ours, theirs in zip(with_grad, without, strict=True):
         assert torch.equal(ours, theirs)
 
 
 def test_entropy_carries_no_gradient() -> None:
-    hidden, weight, _, targets = inputs(4)
+    hidden, weight, targets = inputs(4)
     logprobs, entropy = token_logprobs(hidden, weight, targets, temperature=1.0)
     assert logprobs.requires_grad
     assert not entropy.requires_grad
@@ -83,11 +78,11 @@ def test_entropy_carries_no_gradient() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_no_tokens_give_the_weight_a_gradient_of_zeros(dtype: torch.dtype) -> None:
-    hidden, weight, bias, targets = inputs(5, dtype)
-    logprobs, entropy = token_logprobs(hidden[:0], weight, targets[:0], temperature=1.0, bias=bias)
+    hidden, weight, targets = inputs(5, dtype)
+    logprobs, entropy = token_logprobs(hidden[:0], weight, targets[:0], temperature=1.0)
     assert len(logprobs) == len(entropy) == 0
     logprobs.sum().backward()
-    for leaf in (hidden, weight, bias):
+    for leaf in (hidden, weight):
         assert leaf.grad is not None
         assert torch.equal(leaf.grad, torch.zeros_like(leaf))
 
@@ -105,7 +100,7 @@ def test_bfloat16_gradient_is_summed_in_float32_over_chunks() -> None:
 
 @pytest.mark.parametrize("scale", [1e3, 1e4])
 def test_large_logits_give_finite_values_and_gradients(scale: float) -> None:
-    hidden, weight, _, targets = inputs(6, torch.float32)
+    hidden, weight, targets = inputs(6, torch.float32)
     logprobs, entropy = token_logprobs(hidden * scale, weight, targets, temperature=1.0)
     grads = torch.autograd.grad(logprobs.sum(), (hidden, weight))
     assert all(values.isfinite().all() for values in (logprobs, entropy, *grads))
@@ -141,7 +136,7 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits_or_the_weight() -> None:
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
-    hidden, weight, bias, targets = inputs(7)
+    hidden, weight, targets = inputs(7)
     with pytest.raises(UsageError, match="do not fit"):
         token_logprobs(hidden[1:], weight, targets, temperature=1.0)
     with pytest.raises(UsageError, match="to one dtype"):
@@ -151,4 +146,4 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     with pytest.raises(UsageError, match="chunk=0"):
         token_logprobs(hidden, weight, targets, temperature=1.0, chunk=0)
     with pytest.raises(UsageError, match=r"token ids must be in \[0, 17\)"):
-        token_logprobs(hidden, weight, targets + 16, temperature=1.0, bias=bias)
+        token_logprobs(hidden, weight, targets + 16, temperature=1.0)

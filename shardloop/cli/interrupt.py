@@ -5,7 +5,7 @@ Floor 5.
 
 import signal
 import sys
-from types import FrameType, TracebackType
+from types import FrameType
 
 
 class InterruptFlag:
@@ -23,12 +23,7 @@ class InterruptFlag:
             self._previous[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 

@@ -24,13 +24,28 @@ USAGE = (
 )
 
 
+BROKEN_PIPE = 141
+"""Exit code when the reader of our output has gone: what a shell gives a program ended by SIGPIPE.
+"""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Returns:
         The exit code: 0, or that of the error (see `shardloop.errors`).
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _answer(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python would flush once more at its exit, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    return code
+
+
+def _answer(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if arguments else 2
@@ -41,11 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         print(f"error: no command {command!r}; choose from {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
+    return _run(command, rest)
+
+
+def _run(command: str, arguments: Sequence[str]) -> int:
     # Nothing here ever asks a hub: a folder is a folder, and no name is looked up elsewhere.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         run = importlib.import_module(f"shardloop.cli.{command}").run
-        code: int = run(rest)
+        code: int = run(arguments)
         return code
     except ShardloopError as error:
         if os.environ.get("SHARDLOOP_TRACEBACK"):
@@ -55,7 +74,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-
-
-if __name__ == "__main__":
-    sys.exit(main())

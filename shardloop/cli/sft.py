@@ -7,16 +7,8 @@ from pathlib import Path
 import tyro
 
 from shardloop.cli.view import View, set_up_logging
-from shardloop.config import (
-    EngineConfig,
-    GRPOConfig,
-    SamplingConfig,
-    SFTConfig,
-    TrainConfig,
-    TrainerConfig,
-    WorkersConfig,
-)
-from shardloop.controller.run import fine_tune
+from shardloop.config import SFTConfig, TrainerConfig, WorkersConfig
+from shardloop.controller.sft import fine_tune
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,20 +35,17 @@ class SFTCommand:
 def run(arguments: Sequence[str]) -> int:
     command = tyro.cli(SFTCommand, prog="shardloop sft", args=list(arguments))
     set_up_logging(verbose=command.verbose)
-    config = TrainConfig(
-        model=command.model,
-        task=command.task,
-        seed=command.seed,
+    events = fine_tune(
+        command.model,
+        command.task,
+        command.out,
         sft=command.sft,
         trainer=command.trainer,
         workers=command.workers,
-        # Nothing is sampled here: an engine of one rank and one token satisfies every check.
-        engine=EngineConfig(layout="engine:tp=1"),
-        sampling=SamplingConfig(max_tokens=1),
-        grpo=GRPOConfig(),
+        seed=command.seed,
     )
     with View(quiet=command.quiet) as view:
-        for event in fine_tune(config, command.out):
+        for event in events:
             view.show(event)
     print(command.out)
     return 0

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -24,11 +23,16 @@ PHASES = ("sync", "rollout", "score", "advantage", "recompute", "update")
 HEADER_EVERY = 25
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # `cli.main` ends the program quietly
+
+
 class View:
     """Shows the events of a run. Use as a context manager; `quiet` shows results only."""
 
     def __init__(self, *, quiet: bool) -> None:
-        self.console = Console(highlight=False)
+        self.console = _Console(highlight=False)
         self._quiet = quiet
         self._rows = 0
         self._bar = Progress(
@@ -46,12 +50,7 @@ class View:
         self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
     def show(self, event: events.Event) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardloop.controller.intervals import Record, eval_interval
+from shardloop.controller.evals import Record, eval_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,6 +1,6 @@
 """Why workers must stop, as the driver sees it: they raised, died or keep silent. Floor 4.
 
-Called by `controller.groups`.
+Called by `controller.watch`.
 
 When one rank fails, its peers often fail too, because their connections break. Those errors are
 echoes: the culprit is the first rank that raised or died on its own.
@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from shardloop.errors import WorkerDied, WorkerError
-from shardloop.parallel.worker import Failure
+from shardloop.parallel.failure import Failure
 
 STACK_WAIT_S = 1.0
 

@@ -1,10 +1,11 @@
 """Worker groups: the processes of this machine as objects with methods. Floor 4.
 
-Called by runs, tests and notebooks.
+Called by runs, by `controller.sft` and `controller.inference`, and by tests and notebooks.
 
     LocalWorkers ──spawn──▶ WorkerGroup ──submit──▶ Pending ──result──▶ one value per rank
          │
          ├─ one process per rank (`controller.launch`), which runs `parallel.worker`
+         ├─ a watch over them (`controller.watch`), which takes answers and notices failures
          ├─ one torch.distributed world over all ranks, and one process group per role
          └─ commands and small answers as pickle bytes over one pipe per rank; never weights
 
@@ -14,45 +15,35 @@ peers whose connections broke. Afterwards every call repeats that the workers ar
 All calls come from one thread of the driver.
 """
 
-import itertools
 import pickle
+import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from multiprocessing.connection import wait
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
+from shardloop.config import WorkersConfig
 from shardloop.controller.collect import COLLECTORS, Collect
-from shardloop.controller.faults import Fault, culprit, died, raised, stack_of
-from shardloop.controller.launch import new_processes
-from shardloop.errors import UsageError, WorkerError, WorkerTimeout
-from shardloop.parallel.worker import STARTED, stack_file
+from shardloop.controller.launch import Processes
+from shardloop.controller.watch import Expected, Watch
+from shardloop.errors import UsageError, WorkerError
 
-SETTLE_S = 0.5
-"""After the first failure, the time the others get to report theirs: echoes can be faster."""
 STOP_S = 3.0
 """Time an idle rank gets to leave by itself."""
 START_S = 120.0
 """Least time for a start: the first one waits for the fork server to import torch."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Pending:
     """The answer of a `submit`, still to come."""
 
     workers: "LocalWorkers"
-    call_id: int
-    label: str
-    ranks: tuple[int, ...]
+    expected: Expected
     collect: Callable[[list[Any]], Any]
-    blobs: dict[int, bytes] = field(default_factory=dict)
-
-    def missing(self) -> list[int]:
-        return [rank for rank in self.ranks if rank not in self.blobs]
 
     def result(self) -> Any:
         """Wait for every rank and collect.
@@ -63,8 +54,9 @@ class Pending:
             WorkerDied: a process went away.
             WorkerTimeout: ranks did not answer in time.
         """
-        self.workers._wait_for(self, timeout_s=self.workers.timeout_s)
-        return self.collect([pickle.loads(self.blobs[rank]) for rank in self.ranks])
+        self.workers._wait_for(self.expected, timeout_s=self.workers.timeout_s)
+        blobs = self.expected.blobs
+        return self.collect([pickle.loads(blobs[rank]) for rank in self.expected.ranks])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,44 +100,30 @@ class LocalWorkers:
     """Processes of this machine, one per rank; a context manager that stops them."""
 
     def __init__(
-        self,
-        roles: Mapping[str, Sequence[int]],
-        *,
-        threads: int = 1,
-        timeout_s: float = 300.0,
-        device: str = "cpu",
+        self, roles: Mapping[str, Sequence[int]], config: WorkersConfig | None = None
     ) -> None:
         """
         Args:
             roles: global ranks of each role. Together they are 0..n-1; a rank may have several.
-            threads: CPU threads of each rank.
-            timeout_s: longest wait for a call.
-            device: "cpu" (gloo) or "cuda" (NCCL, one GPU per rank).
+            config: device, CPU threads of each rank, and the longest wait for a call; by default
+                as `WorkersConfig`.
         Raises:
             UsageError: the roles are empty or leave ranks out, or there are too few GPUs.
             WorkerError: a rank could not start.
         """
+        config = WorkersConfig() if config is None else config
         self.roles = {role: tuple(ranks) for role, ranks in roles.items()}
         self.ranks = _check_roles(self.roles)
-        self.timeout_s = timeout_s
+        self.timeout_s = config.timeout_s
         self._error: Exception | None = None
         self._stopped = False
-        self._faults: list[Fault] = []
-        self._dead: set[int] = set()
-        self._pending: dict[int, Pending] = {}
-        self._ids = itertools.count(STARTED)
-        self._processes = new_processes()
+        self._processes = Processes(folder=Path(tempfile.mkdtemp(prefix="shardloop-")))
+        self._watch = Watch(self._processes, name=self._name)
         self._finalizer = weakref.finalize(self, self._processes.end)
         try:
-            self._processes.start(
-                self.roles,
-                world_size=len(self.ranks),
-                threads=threads,
-                timeout_s=timeout_s,
-                device=device,
-            )
-            started = self._expect(label="start", ranks=self.ranks, collect="all")
-            self._wait_for(started, timeout_s=max(timeout_s, START_S))
+            self._processes.start(self.roles, config)
+            started = self._watch.expect(label="start", ranks=self.ranks)
+            self._wait_for(started, timeout_s=max(self.timeout_s, START_S))
         except BaseException as error:
             self._end(because=error)
             raise
@@ -153,12 +131,7 @@ class LocalWorkers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def spawn(
@@ -220,7 +193,7 @@ class LocalWorkers:
     def stop(self) -> None:
         """End every process and remove the temporary folder. Idle ranks leave by themselves, busy
         ones are killed. Safe to repeat."""
-        if not self._stopped and not self._pending:
+        if not self._stopped and self._watch.is_idle:
             self._ask_to_leave()
         self._stopped = True
         self._finalizer()
@@ -241,17 +214,6 @@ class LocalWorkers:
     def _name(self, rank: int) -> str:
         return f"rank {rank} ({', '.join(r for r, ranks in self.roles.items() if rank in ranks)})"
 
-    def _expect(self, *, label: str, ranks: tuple[int, ...], collect: Collect) -> Pending:
-        pending = Pending(
-            workers=self,
-            call_id=next(self._ids),
-            label=label,
-            ranks=ranks,
-            collect=COLLECTORS[collect],
-        )
-        self._pending[pending.call_id] = pending
-        return pending
-
     def _submit(
         self,
         operation: str,
@@ -263,8 +225,8 @@ class LocalWorkers:
     ) -> Pending:
         self._check_running(label)
         blob = _pickled(payload, label)
-        pending = self._expect(label=label, ranks=ranks, collect=collect)
-        message = pickle.dumps((pending.call_id, operation, blob), protocol=5)
+        expected = self._watch.expect(label=label, ranks=ranks)
+        message = pickle.dumps((expected.call_id, operation, blob), protocol=5)
         try:
             for rank in ranks:
                 with suppress(BrokenPipeError):  # it is gone: result() says how it ended
@@ -272,7 +234,7 @@ class LocalWorkers:
         except BaseException as error:  # half a message is in the pipe: nothing can follow it
             self._end(because=error)
             raise
-        return pending
+        return Pending(workers=self, expected=expected, collect=COLLECTORS[collect])
 
     def _check_running(self, label: str) -> None:
         if self._error is not None:
@@ -282,81 +244,18 @@ class LocalWorkers:
         if self._stopped:
             raise WorkerError(f"cannot do {label}: the workers were stopped")
 
-    def _wait_for(self, pending: Pending, *, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while pending.missing() or self._faults:
-            self._check_running(pending.label)
-            now = time.monotonic()
-            if self._faults:
-                deadline = min(deadline, self._faults[0].at_s + SETTLE_S)
-            if self._faults and (now >= deadline or self._is_settled()):
-                self._fail(culprit(self._faults).error)
-            if now >= deadline:
-                self._fail(self._timeout(pending, timeout_s))
-            self._pump(deadline - now)
-
-    def _is_settled(self) -> bool:
-        """A culprit is known, and no rank is still to answer."""
-        is_known = any(not fault.is_echo for fault in self._faults)
-        return is_known and not any(pending.missing() for pending in self._pending.values())
-
-    def _timeout(self, pending: Pending, timeout_s: float) -> WorkerTimeout:
-        missing = pending.missing()
-        stacks = "".join(
-            f"\n\n{self._name(rank)} is in:\n"
-            f"{stack_of(self._processes.by_rank[rank], stack_file(self.folder, rank))}"
-            for rank in missing
-        )
-        return WorkerTimeout(
-            f"{pending.label}: no answer within {timeout_s:g} s from "
-            f"{', '.join(self._name(rank) for rank in missing)}; "
-            f"raise workers.timeout-s if the work is that long{stacks}"
-        )
-
-    def _fail(self, error: Exception) -> None:
-        self._end(because=error)
-        raise error
-
-    def _pump(self, timeout_s: float) -> None:
-        """Take in whatever comes first within `timeout_s`: answers, or the end of a process."""
-        living = {r: p for r, p in self._processes.by_rank.items() if r not in self._dead}
-        sources: dict[Any, int] = {p.sentinel: rank for rank, p in living.items()}
-        sources |= {self._processes.connections[rank]: rank for rank in living}
-        for rank in {sources[ready] for ready in wait(list(sources), timeout_s)}:
-            has_ended = living[rank].exitcode is not None
-            pipe_is_open = self._take_answers(rank)
-            if not pipe_is_open:
-                living[rank].join(STOP_S)  # the pipe closes just before the process is gone
-            if has_ended or not pipe_is_open:
-                self._note_death(rank)
-
-    def _take_answers(self, rank: int) -> bool:
-        """Everything that this rank has sent; False when there will be no more."""
-        connection = self._processes.connections[rank]
+    def _wait_for(self, expected: Expected, *, timeout_s: float) -> None:
+        if expected.missing() or self._error is not None:
+            self._check_running(expected.label)
         try:
-            while connection.poll():
-                self._take(rank, *pickle.loads(connection.recv_bytes()))
-        except (EOFError, OSError):
-            return False
-        except KeyboardInterrupt as error:  # perhaps amid a message: nothing after it can be read
+            self._watch.wait_for(expected, timeout_s=timeout_s)
+        except Exception as error:
             self._end(because=error)
             raise
-        return True
-
-    def _take(self, rank: int, call_id: int, ok: bool, blob: bytes) -> None:
-        pending = self._pending[call_id]
-        pending.blobs[rank] = blob
-        if not ok:
-            where = f"{self._name(rank)} raised in {pending.label}"
-            self._faults.append(raised(pickle.loads(blob), where=where))
-        if not pending.missing():
-            del self._pending[call_id]
-
-    def _note_death(self, rank: int) -> None:
-        labels = [p.label for p in self._pending.values() if rank in p.missing()]
-        process, label = self._processes.by_rank[rank], labels[0] if labels else None
-        self._dead.add(rank)
-        self._faults.append(died(process, who=self._name(rank), label=label))
+        except KeyboardInterrupt as error:
+            if self._watch.is_torn:
+                self._end(because=error)
+            raise
 
 
 def _check_roles(roles: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:

@@ -3,47 +3,41 @@
 Floor 4. Called by `shardloop eval`, `shardloop generate` and notebooks.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from shardloop import hf
 from shardloop.config import EngineConfig, WorkersConfig
-from shardloop.controller.groups import LocalWorkers, WorkerGroup
+from shardloop.controller.groups import LocalWorkers
 from shardloop.controller.roles import build_engine
-from shardloop.engines.local import LocalEngine
-from shardloop.families import canonical_model
-from shardloop.layout import make_layout
-from shardloop.parallel.worker import RankContext
+from shardloop.controller.rollouts import Sampler
+from shardloop.controller.setup import engine_layout, read_model
+from shardloop.types import Sampling, Tokenizer
 
 
 @contextmanager
-def engine_from_folder(
-    model_dir: Path, engine: EngineConfig, workers: WorkersConfig
-) -> Iterator[WorkerGroup]:
+def sampler_from_folder(
+    model_dir: Path,
+    *,
+    tokenizer: Tokenizer,
+    sampling: Sampling,
+    engine: EngineConfig,
+    workers: WorkersConfig,
+) -> Iterator[Sampler]:
     """Worker processes that hold a folder's model, cut by `engine.layout`, until the block ends.
 
     Raises:
         ModelError: the folder is no usable model. LayoutError: it cannot be cut so.
     """
-    hf_config = hf.load_config(model_dir)
-    layout = make_layout(canonical_model(hf_config), engine.layout)
-    with LocalWorkers(
-        {"engine": range(layout.world_size)},
-        threads=workers.threads,
-        timeout_s=workers.timeout_s,
-        device=workers.device,
-    ) as processes:
-        yield processes.spawn(
-            "engine", build_loaded_engine, engine, hf_config, model_dir, role="engine"
+    model = read_model(model_dir)
+    layout = engine_layout(model.canonical, engine.layout)
+    with LocalWorkers({"engine": range(layout.world_size)}, workers) as processes:
+        group = processes.spawn(
+            "engine", build_engine, engine, model.hf_config, weights_from=model_dir, role="engine"
         )
-
-
-def build_loaded_engine(
-    context: RankContext, engine: EngineConfig, hf_config: Mapping[str, Any], model_dir: Path
-) -> LocalEngine:
-    """On an engine rank: an engine that holds its part of the folder's weights as version 0."""
-    loaded = build_engine(context, engine, hf_config)
-    loaded.load_from_state_dict(hf.load_weights(model_dir))
-    return loaded
+        yield Sampler(
+            engine=group,
+            tokenizer=tokenizer,
+            sampling=sampling,
+            context_length=model.context_length,
+        )

@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 
+from shardloop.config import WorkersConfig
 from shardloop.parallel.worker import WorkerSettings, worker_main
 
 PRELOAD = "shardloop.parallel.preload"
@@ -41,26 +41,19 @@ class Processes:
     by_rank: dict[int, BaseProcess] = field(default_factory=dict)
     connections: dict[int, Connection] = field(default_factory=dict)
 
-    def start(
-        self,
-        roles: Mapping[str, tuple[int, ...]],
-        *,
-        world_size: int,
-        threads: int,
-        timeout_s: float,
-        device: str,
-    ) -> None:
-        """Start every rank; each will answer under `STARTED` when all have met."""
+    def start(self, roles: Mapping[str, tuple[int, ...]], config: WorkersConfig) -> None:
+        """Start every rank of the roles; each answers under `STARTED` when all have met."""
         context = _fork_server()
+        world_size = len({rank for ranks in roles.values() for rank in ranks})
         with _hidden_main():
             for rank in range(world_size):
                 settings = WorkerSettings(
                     rank=rank,
                     world_size=world_size,
                     roles=roles,
-                    device=device,
-                    threads=threads,
-                    collective_timeout_s=timeout_s + COLLECTIVE_GRACE_S,
+                    device=config.device,
+                    threads=config.threads,
+                    collective_timeout_s=config.timeout_s + COLLECTIVE_GRACE_S,
                     folder=self.folder,
                     environment=dict(os.environ),
                     log_level=logging.getLogger("shardloop").getEffectiveLevel(),
@@ -84,10 +77,6 @@ class Processes:
         for connection in self.connections.values():
             connection.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def new_processes() -> Processes:
-    return Processes(folder=Path(tempfile.mkdtemp(prefix="shardloop-")))
 
 
 def _fork_server() -> ForkServerContext:

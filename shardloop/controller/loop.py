@@ -1,4 +1,4 @@
-"""The synchronous GRPO loop, and evaluation. Called by runs, chapters and tests. Floor 4.
+"""The synchronous GRPO loop, and evaluation. Called by runs and `shardloop eval`. Floor 4.
 
     sync ─▶ rollout ─▶ score ─▶ advantage ─▶ recompute ─▶ update
      │        │                               │             │
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardloop.config import DTypeName, GRPOConfig, Std, TrainConfig
 from shardloop.controller.groups import WorkerGroup
-from shardloop.controller.rollouts import Rollout, rollout, step_seed
+from shardloop.controller.rollouts import Rollout, Sampler, step_seed
 from shardloop.controller.scoring import Sample, Scores, score_rollouts
 from shardloop.metrics import PhaseTimes
 from shardloop.rl.advantages import grpo_advantages
@@ -30,7 +30,7 @@ from shardloop.rl.batch import Batch, make_batch
 from shardloop.rl.correction import truncated_weights
 from shardloop.rl.kl import kl_k3
 from shardloop.schedule import learning_rate
-from shardloop.types import Prompt, RewardFn, Sampling, Task, Tokenizer
+from shardloop.types import Prompt, RewardFn, Task
 
 Metrics = dict[str, Any]
 
@@ -49,13 +49,10 @@ class Step:
 def grpo_steps(
     *,
     trainer: WorkerGroup,
-    engine: WorkerGroup,
+    sampler: Sampler,
     sync: WorkerGroup,
     task: Task,
     reward: RewardFn,
-    tokenizer: Tokenizer,
-    sampling: Sampling,
-    context_length: int,
     config: TrainConfig,
     start: int = 0,
 ) -> Iterator[Step]:
@@ -64,74 +61,80 @@ def grpo_steps(
     Between them the caller may evaluate, save, sync or stop.
 
     Args:
-        trainer, engine, sync: groups of `Trainer`, `Engine` and `WeightSync`, or objects like them.
-        sampling: how completions are drawn, stop tokens included.
-        context_length: most tokens of prompt and completion together.
+        trainer, sync: groups of `Trainer` and `WeightSync`, or objects like them.
+        sampler: has the group of engines that `sync` writes to.
         start: steps already done by an earlier run.
     Raises:
         TaskError: a prompt that does not fit. RewardError: a reward that fails.
         WorkerError: a rank that fails.
     """
-    grpo = config.grpo
+    count = config.grpo.prompts_per_step
     is_stale = True  # the caller may have changed the trainer's weights before
     for step in range(start, config.steps):
-        times = PhaseTimes()
-        began = time.perf_counter()
-        prompts = task.prompts(
-            "train",
-            seed=config.seed,
-            start=step * grpo.prompts_per_step,
-            count=grpo.prompts_per_step,
-        )
+        times, began = PhaseTimes(), time.perf_counter()
+        prompts = task.prompts("train", seed=config.seed, start=step * count, count=count)
         with times.phase("sync"):
             version = trainer.call("version", collect="same")
             wire_bytes = sync.call("sync", version, collect="first").wire_bytes if is_stale else 0
         with times.phase("rollout"):
-            groups = rollout(
-                engine,
+            rollouts = sampler.rollout(
                 prompts,
-                samples_per_prompt=grpo.samples_per_prompt,
-                sampling=sampling,
-                tokenizer=tokenizer,
+                samples_per_prompt=config.grpo.samples_per_prompt,
                 seed=step_seed(config.seed, step),
-                context_length=context_length,
             )
-            assert_no_lag(groups, version)
+            assert_no_lag(rollouts, version)
         with times.phase("score"):
-            scores = score_rollouts(groups, reward=reward, tokenizer=tokenizer)
-        with times.phase("advantage"):
-            batch = advantage_batch(groups, scores, std=grpo.std, dtype=config.trainer.dtype)
-        with times.phase("recompute"):
-            batch, recompute_metrics = recompute(trainer, batch, grpo)
-        with times.phase("update"):
-            lr = learning_rate(step, config.steps, config.optim)
-            has_signal = scores.num_flat_groups < len(groups) or grpo.kl_coef > 0.0
-            update_metrics = update(trainer, batch, grpo, lr=lr, has_signal=has_signal)
-        is_stale = has_signal
-        metrics = {"step": step + 1, "version": version}
-        metrics |= sample_metrics(scores) | update_metrics | recompute_metrics
-        metrics |= {"lr": lr, "wire_bytes": wire_bytes}
+            scores = score_rollouts(rollouts, reward=reward, tokenizer=sampler.tokenizer)
+        learned = learn(trainer, rollouts, scores, config, step=step, times=times)
+        is_stale = bool(learned["update"])
+        metrics = {"step": step + 1, "version": version, **sample_metrics(scores), **learned}
+        metrics["wire_bytes"] = wire_bytes
         metrics |= speed_metrics(scores, times, seconds=time.perf_counter() - began)
         yield Step(number=step + 1, metrics=metrics, samples=scores.samples)
 
 
-def assert_no_lag(groups: Sequence[Rollout], version: int) -> None:
+def assert_no_lag(rollouts: Sequence[Rollout], version: int) -> None:
     """Every token comes from the weights that are about to be trained."""
     versions = {
-        v for group in groups for completion in group.completions for v in completion.version_T
+        v
+        for rollout in rollouts
+        for completion in rollout.completions
+        for v in completion.version_T
     }
     assert versions == {version}, (
         f"tokens of versions {sorted(versions)} reached trainer version {version}"
     )
 
 
+def learn(
+    trainer: WorkerGroup,
+    rollouts: Sequence[Rollout],
+    scores: Scores,
+    config: TrainConfig,
+    *,
+    step: int,
+    times: PhaseTimes,
+) -> Metrics:
+    """From judged completions to new weights: the second half of a step, with its metrics."""
+    grpo = config.grpo
+    with times.phase("advantage"):
+        batch = advantage_batch(rollouts, scores, std=grpo.std, dtype=config.trainer.dtype)
+    with times.phase("recompute"):
+        batch, recompute_metrics = recompute(trainer, batch, grpo)
+    with times.phase("update"):
+        lr = learning_rate(step, config.steps, config.optim)
+        has_signal = scores.num_flat_groups < len(rollouts) or grpo.kl_coef > 0.0
+        update_metrics = update(trainer, batch, grpo, lr=lr, has_signal=has_signal)
+    return {**update_metrics, **recompute_metrics, "lr": lr}
+
+
 def advantage_batch(
-    groups: Sequence[Rollout], scores: Scores, *, std: Std, dtype: DTypeName
+    rollouts: Sequence[Rollout], scores: Scores, *, std: Std, dtype: DTypeName
 ) -> Batch:
     """Values are float64 where the trainer computes in it, else float32."""
     advantages_PG = grpo_advantages(scores.rewards_PG, std=std)
-    wide = torch.float64 if dtype == "float64" else torch.float32
-    completions = [completion for group in groups for completion in group.completions]
+    wide = torch.promote_types(getattr(torch, dtype), torch.float32)
+    completions = [completion for rollout in rollouts for completion in rollout.completions]
     return make_batch(completions, advantages_PG.flatten().to(wide))
 
 
@@ -142,7 +145,7 @@ def recompute(trainer: WorkerGroup, batch: Batch, grpo: GRPOConfig) -> tuple[Bat
         The fuller batch; and gap_mean and gap_max of |old - engine's full log-prob| over the loss
         tokens, ess, and kl (k3 to the reference, exactly 0 while both have the same weights).
     """
-    assert batch.behave_N is not None and batch.full_N is not None, "made from completions"
+    assert batch.full_N is not None, "made from completions"
     mask_N = batch.loss_mask_N
     old_N: Tensor = trainer.call("logprobs", batch, collect="sum")
     correction = truncated_weights(
@@ -153,10 +156,9 @@ def recompute(trainer: WorkerGroup, batch: Batch, grpo: GRPOConfig) -> tuple[Bat
         mask_N=mask_N,
         offsets=batch.offsets,
     )
-    gap_n = (old_N - batch.full_N)[mask_N].abs()
     metrics = {
-        "gap_mean": gap_n.mean().item(),
-        "gap_max": gap_n.max().item(),
+        "gap_mean": correction.gap_mean,
+        "gap_max": correction.gap_max,
         "ess": correction.ess,
     }
     batch = replace(batch, old_N=old_N, weights_N=correction.weights_N)
@@ -213,46 +215,20 @@ def speed_metrics(scores: Scores, times: PhaseTimes, *, seconds: float) -> Metri
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
     samples: Sequence[Sample]
-    means: Mapping[str, float]
-    """Mean reward of each prompt, by uid."""
-
-    @property
-    def mean(self) -> float:
-        return sum(self.means.values()) / len(self.means)
-
-    @property
-    def num_successes(self) -> int:
-        """Completions with a full reward of 1 or more."""
-        return sum(sample.reward.value >= 1.0 for sample in self.samples)
+    """One of each prompt."""
+    rewards: Mapping[str, float]
+    """Reward of each prompt, by uid."""
 
 
 def evaluate(
-    *,
-    engine: WorkerGroup,
-    prompts: Sequence[Prompt],
-    reward: RewardFn,
-    tokenizer: Tokenizer,
-    sampling: Sampling,
-    context_length: int,
-    samples_per_prompt: int = 1,
-    seed: int = 0,
+    sampler: Sampler, prompts: Sequence[Prompt], *, reward: RewardFn, seed: int = 0
 ) -> Evaluation:
-    """Judge completions of given prompts on the weights that the engine has.
+    """Judge one completion of each prompt, on the weights that the engine has.
 
-    Temperature 0 makes them greedy. Errors as `grpo_steps`.
+    Errors as `grpo_steps`.
     """
-    groups = rollout(
-        engine,
-        prompts,
-        samples_per_prompt=samples_per_prompt,
-        sampling=sampling,
-        tokenizer=tokenizer,
-        seed=seed,
-        context_length=context_length,
-    )
-    scores = score_rollouts(groups, reward=reward, tokenizer=tokenizer)
-    means = scores.rewards_PG.mean(1).tolist()
+    rollouts = sampler.rollout(prompts, samples_per_prompt=1, seed=seed)
+    samples = score_rollouts(rollouts, reward=reward, tokenizer=sampler.tokenizer).samples
     return Evaluation(
-        samples=scores.samples,
-        means={prompt.uid: mean for prompt, mean in zip(prompts, means, strict=True)},
+        samples=samples, rewards={sample.prompt.uid: sample.reward.value for sample in samples}
     )

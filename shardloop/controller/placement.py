@@ -1,4 +1,4 @@
-"""Which ranks train and which sample. Called by runs. Floor 4."""
+"""Which ranks train and which sample. Called by `controller.setup`. Floor 4."""
 
 from dataclasses import dataclass
 
@@ -32,10 +32,6 @@ class Placement:
     @property
     def world_size(self) -> int:
         return max(*self.trainer_ranks, *self.engine_ranks) + 1
-
-    @property
-    def is_colocated(self) -> bool:
-        return bool(set(self.trainer_ranks) & set(self.engine_ranks))
 
     def roles(self) -> dict[str, tuple[int, ...]]:
         """As `LocalWorkers` takes them."""

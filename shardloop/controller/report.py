@@ -6,7 +6,7 @@ read only what lies in the run's folder (see `controller.rundir`), so a report c
 Keys read, each optional but `step`:
 
     metrics.jsonl   step, reward, kl, gap_mean, gap_max, tokens_per_s
-    evals.jsonl     step, prompts, greedy, sampled, greedy_std, sampled_std    (see `reward_fields`)
+    evals.jsonl     step, prompts, greedy, sampled, greedy_std, sampled_std   (`controller.evals`)
 """
 
 import statistics
@@ -16,18 +16,11 @@ from typing import Any
 
 from shardloop.config import to_dict
 from shardloop.controller.curve import draw_curve, series
-from shardloop.controller.intervals import (
-    Record,
-    before_and_after,
-    eval_interval,
-    reward_fields,
-    t_interval,
-)
+from shardloop.controller.evals import Record, before_and_after, eval_interval
 from shardloop.controller.rundir import RunFolder
 from shardloop.errors import UsageError
-from shardloop.metrics import read_jsonl
-
-__all__ = ["draw_curve", "reward_fields", "seeds_report", "write_report"]
+from shardloop.intervals import t_interval
+from shardloop.metrics import read_jsonl, writing
 
 MEASURES = {"greedy": "held-out reward, greedy", "sampled": "held-out reward, sampled"}
 ENDS = 10
@@ -39,12 +32,13 @@ def write_report(folder: RunFolder) -> Path:
     """Writes `report.md` and `curve.png` from what the run has recorded so far.
 
     Raises:
-        UsageError: no step is recorded yet. OSError: the files cannot be written.
+        UsageError: no step is recorded yet. CheckpointError: the files cannot be written.
     """
-    metrics, evals = _read(folder.metrics), _read(folder.evals)
+    metrics, evals = read_jsonl(folder.metrics), read_jsonl(folder.evals)
     if not metrics:
         raise UsageError(f"{folder.root}: no steps in metrics.jsonl; there is nothing to report")
-    draw_curve(metrics, folder.curve, evals=evals)
+    with writing(folder.curve):
+        draw_curve(metrics, folder.curve, evals=evals)
     parts = [
         f"# {folder.root.name}",
         _headline(folder),
@@ -52,7 +46,8 @@ def write_report(folder: RunFolder) -> Path:
         _training_table(metrics),
         f"![reward, KL and log-prob gap by step]({folder.curve.name})",
     ]
-    folder.report.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    with writing(folder.report):
+        folder.report.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return folder.report
 
 
@@ -82,7 +77,7 @@ def seeds_report(run_dirs: Sequence[Path]) -> str:
 
 
 def _ends_of(root: Path) -> tuple[Record, Record]:
-    ends = before_and_after(_read(RunFolder(root).evals))
+    ends = before_and_after(read_jsonl(RunFolder(root).evals))
     if ends is None:
         raise UsageError(f"{root}: no evaluation before and after training in evals.jsonl")
     return ends
@@ -91,10 +86,6 @@ def _ends_of(root: Path) -> tuple[Record, Record]:
 def _config_without_seed(folder: RunFolder) -> dict[str, Any]:
     config = to_dict(folder.read_config())
     return {key: value for key, value in config.items() if key not in ("seed", "name", "out")}
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    return read_jsonl(path) if path.exists() else []
 
 
 def _headline(folder: RunFolder) -> str:

@@ -9,59 +9,63 @@ from typing import Any
 
 import torch
 
-from shardloop.config import EngineConfig, TrainConfig
-from shardloop.controller.placement import Placement
+from shardloop import hf
+from shardloop.config import EngineConfig, OptimConfig, TrainConfig, TrainerConfig
+from shardloop.engines.base import Engine
 from shardloop.engines.local import LocalEngine
 from shardloop.families import canonical_model
 from shardloop.layout import make_layout
+from shardloop.parallel.context import RankContext
 from shardloop.parallel.tp import ProcessGroupTP
-from shardloop.parallel.worker import RankContext
+from shardloop.reshard.verify import Proof
 from shardloop.trainer import Trainer
 from shardloop.weight_sync import WeightSync
 
 
-def build_trainer(context: RankContext, config: TrainConfig, model_dir: Path) -> Trainer:
-    return Trainer(
-        context,
-        model_dir=model_dir,
-        config=config.trainer,
-        optim=config.optim,
-        reference=config.grpo.kl_coef > 0.0,
-    )
+def build_trainer(
+    context: RankContext,
+    trainer: TrainerConfig,
+    optim: OptimConfig,
+    model_dir: Path,
+    *,
+    reference: bool,
+) -> Trainer:
+    """A trainer of the policy in `model_dir`; with `reference` it keeps a frozen copy of it."""
+    return Trainer(context, model_dir=model_dir, config=trainer, optim=optim, reference=reference)
 
 
 def build_engine(
-    context: RankContext, config: EngineConfig, hf_config: Mapping[str, Any]
-) -> LocalEngine:
-    """An engine without weights: it refuses to generate until the first sync."""
-    group, rank = context.group("engine"), context.role_rank("engine")
-    assert group is not None and rank is not None, f"rank {context.rank} is no engine rank"
-    return LocalEngine(
+    context: RankContext,
+    config: EngineConfig,
+    hf_config: Mapping[str, Any],
+    *,
+    weights_from: Path | None = None,
+) -> Engine:
+    """An engine with the weights of a model folder as version 0.
+
+    Without a folder it has none, and refuses to generate until the first sync.
+    """
+    engine = LocalEngine(
         hf_config,
         layout=make_layout(canonical_model(hf_config), config.layout),
-        rank=rank,
-        comm=ProcessGroupTP(group),
+        rank=context.role_rank("engine"),
+        comm=ProcessGroupTP(context.group("engine")),
         dtype=getattr(torch, config.dtype),
         max_slots=config.max_slots,
         device=context.device,
     )
+    if weights_from is not None:
+        engine.load_from_state_dict(hf.load_weights(weights_from))
+    return engine
 
 
-def build_sync(
-    context: RankContext, config: TrainConfig, hf_config: Mapping[str, Any], placement: Placement
-) -> WeightSync:
+def build_sync(context: RankContext, config: TrainConfig, proof: Proof) -> WeightSync:
     """Needs `trainer` and `engine` to be built before, on the ranks of their roles."""
-    model = canonical_model(hf_config)
-    group = context.group("sync")
-    assert group is not None, "every rank takes part in the sync"
     return WeightSync(
         context.objects.get("trainer"),
         context.objects.get("engine"),
-        src=make_layout(model, config.trainer.layout),
-        dst=make_layout(model, config.engine.layout),
-        src_ranks=placement.trainer_ranks,
-        dst_ranks=placement.engine_ranks,
-        group=group,
+        proof=proof,
+        group=context.group("sync"),
         dtype=getattr(torch, config.engine.dtype),
         timeout_s=config.workers.timeout_s,
     )

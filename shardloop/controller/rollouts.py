@@ -1,11 +1,13 @@
-"""From prompts to groups of completions, through an engine. Called by the loop. Floor 4.
+"""From prompts to groups of completions, through an engine. Floor 4.
+
+Called by the loop, by evaluation and export, and by `shardloop generate`.
 
 Shape letters: P prompts, G samples per prompt.
 """
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardloop.controller.groups import WorkerGroup
 from shardloop.errors import TaskError, WorkerError
@@ -20,70 +22,91 @@ class Rollout:
     completions: tuple[Completion, ...]
 
 
-def rollout(
-    engine: WorkerGroup,
-    prompts: Sequence[Prompt],
-    *,
-    samples_per_prompt: int,
-    sampling: Sampling,
-    tokenizer: Tokenizer,
-    seed: int,
-    context_length: int,
-) -> list[Rollout]:
-    """Sample G completions of each prompt, on the weights that the engine has.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampler:
+    """An engine and everything that decides what it samples but the prompts and the seed."""
 
-    The same prompts, seed and weights give the same completions, whatever else the engine does.
+    engine: WorkerGroup
+    """Anything with `call("generate", requests, collect="first")`."""
+    tokenizer: Tokenizer
+    sampling: Sampling
+    """How completions are drawn, stop tokens included."""
+    context_length: int
+    """Most tokens of prompt and completion together."""
 
-    Args:
-        engine: anything with `call("generate", requests, collect="first")`.
-        seed: noise of these samples (see `step_seed`).
-    Raises:
-        TaskError: a prompt is empty, or leaves no room for `sampling.max_tokens` in the context.
-        WorkerError: the engine gave fewer, other, aborted or empty completions.
-    """
-    requests = make_requests(
-        prompts,
-        samples_per_prompt=samples_per_prompt,
-        sampling=sampling,
-        tokenizer=tokenizer,
-        seed=seed,
-        context_length=context_length,
-    )
-    completions = engine.call("generate", requests, collect="first")
-    _check(completions, requests)
-    starts = range(0, len(requests), samples_per_prompt)
-    return [
-        Rollout(prompt=prompt, completions=tuple(completions[start : start + samples_per_prompt]))
-        for prompt, start in zip(prompts, starts, strict=True)
-    ]
+    def at(self, temperature: float) -> "Sampler":
+        """The same at another temperature; 0 is greedy."""
+        return replace(self, sampling=replace(self.sampling, temperature=temperature))
 
+    def rollout(
+        self, prompts: Sequence[Prompt], *, samples_per_prompt: int, seed: int
+    ) -> list[Rollout]:
+        """Sample G completions of each prompt, on the weights that the engine has.
 
-def make_requests(
-    prompts: Sequence[Prompt],
-    *,
-    samples_per_prompt: int,
-    sampling: Sampling,
-    tokenizer: Tokenizer,
-    seed: int,
-    context_length: int,
-) -> list[Request]:
-    """P x G requests, the samples of a prompt side by side.
+        The same prompts, seed and weights give the same completions, whatever else the engine does.
 
-    A prompt that comes twice counts as another attempt, so that no two samples share their noise.
-    """
-    requests = []
-    times_seen: dict[str, int] = {}
-    for prompt in prompts:
-        prompt_ids = tuple(tokenizer.encode_prompt(prompt))
-        _check_length(prompt, len(prompt_ids), sampling, context_length)
-        attempt = times_seen.get(prompt.uid, 0)
-        times_seen[prompt.uid] = attempt + 1
-        for index in range(samples_per_prompt):
-            sample_id = SampleId(prompt_uid=prompt.uid, index=index, attempt=attempt)
-            requests.append(
-                Request(prompt_ids=prompt_ids, sampling=sampling, sample_id=sample_id, seed=seed)
+        Args:
+            seed: noise of these samples (see `step_seed`).
+        Raises:
+            TaskError: as `prompt_ids`.
+            WorkerError: the engine gave fewer, other, aborted or empty completions.
+        """
+        requests = self._requests(prompts, samples_per_prompt=samples_per_prompt, seed=seed)
+        completions = self.engine.call("generate", requests, collect="first")
+        _check(completions, requests)
+        starts = range(0, len(requests), samples_per_prompt)
+        return [
+            Rollout(
+                prompt=prompt, completions=tuple(completions[start : start + samples_per_prompt])
             )
-    return requests
+            for prompt, start in zip(prompts, starts, strict=True)
+        ]
+
+    def _requests(
+        self, prompts: Sequence[Prompt], *, samples_per_prompt: int, seed: int
+    ) -> list[Request]:
+        """P x G requests, the samples of a prompt side by side.
+
+        A prompt that comes twice counts as another attempt, so that no two samples share their
+        noise.
+        """
+        requests = []
+        times_seen: dict[str, int] = {}
+        for prompt in prompts:
+            ids = prompt_ids(
+                prompt,
+                self.tokenizer,
+                max_tokens=self.sampling.max_tokens,
+                context_length=self.context_length,
+            )
+            attempt = times_seen.get(prompt.uid, 0)
+            times_seen[prompt.uid] = attempt + 1
+            for index in range(samples_per_prompt):
+                sample_id = SampleId(prompt_uid=prompt.uid, index=index, attempt=attempt)
+                requests.append(
+                    Request(prompt_ids=ids, sampling=self.sampling, sample_id=sample_id, seed=seed)
+                )
+        return requests
+
+
+def prompt_ids(
+    prompt: Prompt, tokenizer: Tokenizer, *, max_tokens: int, context_length: int
+) -> tuple[int, ...]:
+    """Ids of a prompt that leaves room for `max_tokens` more.
+
+    Raises:
+        TaskError: it is empty, or prompt and answer exceed the context.
+    """
+    ids = tuple(tokenizer.encode_prompt(prompt))
+    if not ids:
+        raise TaskError(f"prompt {prompt.uid!r} has no tokens; give it some text")
+    if len(ids) + max_tokens > context_length:
+        raise TaskError(
+            f"prompt {prompt.uid!r} has {len(ids)} tokens; with an answer of max_tokens="
+            f"{max_tokens} it exceeds the model's context of {context_length}: shorten the prompt "
+            "or the answer"
+        )
+    return ids
 
 
 def step_seed(seed: int, step: int) -> int:
@@ -94,17 +117,6 @@ def step_seed(seed: int, step: int) -> int:
     """
     digest = hashlib.blake2b(f"rollout/{seed}/{step}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def _check_length(prompt: Prompt, length: int, sampling: Sampling, context_length: int) -> None:
-    if length == 0:
-        raise TaskError(f"prompt {prompt.uid!r} has no tokens; give it some text")
-    if length + sampling.max_tokens > context_length:
-        raise TaskError(
-            f"prompt {prompt.uid!r} has {length} tokens; with max_tokens={sampling.max_tokens} it "
-            f"exceeds the model's context of {context_length}: shorten it to "
-            f"{context_length - sampling.max_tokens} tokens, or lower max_tokens"
-        )
 
 
 def _check(completions: Sequence[Completion], requests: Sequence[Request]) -> None:

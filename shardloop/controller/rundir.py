@@ -22,8 +22,8 @@ from typing import Any
 
 import shardloop
 from shardloop.config import TrainConfig, from_dict, to_dict
-from shardloop.errors import CheckpointError, UsageError
-from shardloop.metrics import read_jsonl
+from shardloop.errors import UsageError
+from shardloop.metrics import read_jsonl, writing
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 
@@ -69,7 +69,11 @@ class RunFolder:
         return self.root / "report.md"
 
     def write_manifest(self, config: TrainConfig, facts: dict[str, Any]) -> None:
-        """Writes config, versions and `facts` (JSON data); a resumed run writes it anew."""
+        """Writes config, versions and `facts` (JSON data); a resumed run writes it anew.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
         record = {
             "shardloop": shardloop.__version__,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -81,11 +85,9 @@ class RunFolder:
             "config": to_dict(config),
             **facts,
         }
-        try:
-            text = json.dumps(record, indent=2) + "\n"
+        text = json.dumps(record, indent=2) + "\n"
+        with writing(self.manifest):
             self.manifest.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise CheckpointError(f"cannot write {self.manifest}: {error}") from error
 
     def read_config(self) -> TrainConfig:
         try:
@@ -95,13 +97,19 @@ class RunFolder:
             raise UsageError(f"{self.manifest} is not a run's manifest: {error}") from error
 
     def forget_after(self, step: int) -> None:
-        """Drops metrics and evaluations of steps after `step`, which a resumed run makes again."""
+        """Drops metrics and evaluations of steps after `step`, which a resumed run makes again.
+
+        Raises:
+            CheckpointError: the files cannot be written.
+        """
         for path in (self.metrics, self.evals):
-            if path.exists():
-                kept = [line for line in read_jsonl(path) if line["step"] <= step]
+            records = read_jsonl(path)
+            kept = [record for record in records if record["step"] <= step]
+            if len(kept) < len(records):
                 temporary = path.with_suffix(".tmp")
-                temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
-                temporary.replace(path)
+                with writing(path):
+                    temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
+                    temporary.replace(path)
 
 
 def create_run_folder(config: TrainConfig, *, label: str) -> RunFolder:

@@ -3,9 +3,8 @@
 Shape letters: P prompts, G samples per prompt.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,19 +25,6 @@ class Sample:
     reward: Reward
     num_tokens: int
     finished: bool
-
-    def record(self) -> Mapping[str, Any]:
-        """As JSON data, for a log of samples."""
-        return {
-            "uid": self.prompt.uid,
-            "index": self.index,
-            "text": self.text,
-            "reward": self.reward.value,
-            "parts": dict(self.reward.parts),
-            "why": self.reward.text,
-            "num_tokens": self.num_tokens,
-            "finished": self.finished,
-        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -1,21 +1,29 @@
 """Everything about a run that can be known, and refused, before a process starts. Floor 4.
 
-`resolve` reads the model's folder, the task and the layouts, proves the reshard plan, and looks at
-the prompts; `describe` prints the outcome.
+Called by `controller.run`; `read_model` and `engine_layout` also by what runs a part of a run alone
+(`controller.sft`, `controller.inference`). `resolve` reads the model's folder, the task and the
+layouts, proves the reshard plan, and looks at the prompts; `describe` prints the outcome.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from textwrap import indent
 from typing import Any
 
+import torch
+
 from shardloop import hf
-from shardloop.config import DTypeName, TrainConfig
+from shardloop.config import TrainConfig
+from shardloop.controller.groups import WorkerGroup
 from shardloop.controller.placement import Placement
-from shardloop.errors import LayoutError, TaskError
+from shardloop.controller.rollouts import Sampler, prompt_ids
+from shardloop.errors import LayoutError, ModelError
 from shardloop.families import CanonicalModel, canonical_model
 from shardloop.layout import Layout, make_layout, parse_layout
+from shardloop.model import DecoderConfig
+from shardloop.parallel.mesh import trainer_axes
 from shardloop.reshard.cost import cost
 from shardloop.reshard.plan import plan_reshard
 from shardloop.reshard.verify import Proof, verify
@@ -23,30 +31,32 @@ from shardloop.rewards import load_reward
 from shardloop.tasks import FiniteTask, evaluation_prompts, load_task, stop_token_ids
 from shardloop.types import Prompt, RewardFn, Sampling, Task, Tokenizer
 
-ITEMSIZE: Mapping[DTypeName, int] = {"float32": 4, "float64": 8, "bfloat16": 2}
 MOST_CHECKED = 2_000
 """Training prompts that are tokenised and measured before the start."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """What config.json says, once it is known that trainer and engine can run the model."""
+
+    hf_config: Mapping[str, Any]
+    canonical: CanonicalModel
+    context_length: int
+    """Most tokens of a prompt and its completion together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
     config: TrainConfig
     model_dir: Path
-    hf_config: Mapping[str, Any]
+    model: ModelFacts
     tokenizer: Tokenizer
     task: Task
     reward: RewardFn
     reward_name: str
     test_prompts: Sequence[Prompt]
-    src: Layout
-    dst: Layout
     placement: Placement
     proof: Proof
-
-    @property
-    def context_length(self) -> int:
-        """Most tokens of a prompt and its completion together."""
-        return int(self.hf_config["max_position_embeddings"])
 
     @property
     def sampling(self) -> Sampling:
@@ -60,6 +70,31 @@ class Setup:
             stop_token_ids=stop_token_ids(self.task, self.tokenizer),
         )
 
+    def sampler(self, engine: WorkerGroup) -> Sampler:
+        return Sampler(
+            engine=engine,
+            tokenizer=self.tokenizer,
+            sampling=self.sampling,
+            context_length=self.model.context_length,
+        )
+
+
+def read_model(model_dir: Path) -> ModelFacts:
+    """
+    Raises:
+        ModelError: the folder is no usable model, or one with settings that we cannot run.
+    """
+    hf_config = hf.load_config(model_dir)
+    try:
+        decoder = DecoderConfig.from_hf(hf_config)
+    except ModelError as error:
+        raise ModelError(f"{model_dir}: {error}") from error
+    return ModelFacts(
+        hf_config=hf_config,
+        canonical=canonical_model(hf_config),
+        context_length=decoder.max_positions,
+    )
+
 
 def resolve(config: TrainConfig, model_dir: Path) -> Setup:
     """Reads, checks and plans; starts nothing and writes nothing.
@@ -69,25 +104,10 @@ def resolve(config: TrainConfig, model_dir: Path) -> Setup:
         TaskError: no prompts, or prompts that do not fit. UsageError: an unknown task or reward.
         PlanError: the reshard plan has a fault.
     """
-    hf_config = hf.load_config(model_dir)
+    model = read_model(model_dir)
     tokenizer = hf.load_tokenizer(model_dir)
-    model = canonical_model(hf_config)
-    src = role_layout(
-        model,
-        config.trainer.layout,
-        setting="trainer.layout",
-        scheme="hf",
-        axis="fsdp",
-        example="fsdp=2",
-    )
-    dst = role_layout(
-        model,
-        config.engine.layout,
-        setting="engine.layout",
-        scheme="engine",
-        axis="tp",
-        example="engine:tp=2",
-    )
+    src = trainer_layout(model.canonical, config.trainer.layout)
+    dst = engine_layout(model.canonical, config.engine.layout)
     placement = Placement.of(
         trainers=src.world_size, engines=dst.world_size, colocate=config.workers.colocate
     )
@@ -99,30 +119,43 @@ def resolve(config: TrainConfig, model_dir: Path) -> Setup:
     reward = load_reward(reward_name, task=task)
     test_prompts = evaluation_prompts(task, count=config.eval.prompts)
     for prompt in (*test_prompts, *first_train_prompts(task, config)):
-        check_prompt(prompt, tokenizer, config, hf_config)
+        prompt_ids(
+            prompt,
+            tokenizer,
+            max_tokens=config.sampling.max_tokens,
+            context_length=model.context_length,
+        )
     return Setup(
         config=config,
         model_dir=model_dir,
-        hf_config=hf_config,
+        model=model,
         tokenizer=tokenizer,
         task=task,
         reward=reward,
         reward_name=reward_name,
         test_prompts=test_prompts,
-        src=src,
-        dst=dst,
         placement=placement,
         proof=verify(plan),
     )
 
 
-def role_layout(
-    model: CanonicalModel, spec: str, *, setting: str, scheme: str, axis: str, example: str
-) -> Layout:
-    """The layout of one role; the trainer runs fsdp=N, the engine engine:tp=N."""
+def trainer_layout(model: CanonicalModel, spec: str) -> Layout:
+    """
+    Raises:
+        LayoutError: not a layout that the trainer runs (see `trainer_axes`), or it does not fit.
+    """
+    trainer_axes(spec)
+    return make_layout(model, spec)
+
+
+def engine_layout(model: CanonicalModel, spec: str) -> Layout:
+    """
+    Raises:
+        LayoutError: anything but engine:tp=N, or an N that does not fit the model.
+    """
     parsed = parse_layout(spec)
-    if parsed.scheme != scheme or [name for name, _ in parsed.axes] != [axis]:
-        raise LayoutError(f"{setting}={spec}; it can be run only with axis {axis}, as {example}")
+    if parsed.scheme != "engine" or [name for name, _ in parsed.axes] != ["tp"]:
+        raise LayoutError(f"engine.layout={spec!r} cannot be run; choose engine:tp=N")
     return make_layout(model, spec)
 
 
@@ -133,45 +166,24 @@ def first_train_prompts(task: Task, config: TrainConfig) -> Sequence[Prompt]:
     return task.prompts("train", seed=config.seed, start=0, count=count)
 
 
-def check_prompt(
-    prompt: Prompt, tokenizer: Tokenizer, config: TrainConfig, hf_config: Mapping[str, Any]
-) -> None:
-    length = len(tokenizer.encode_prompt(prompt))
-    if length == 0:
-        raise TaskError(f"prompt {prompt.uid!r} of task {config.task} is empty; give it some text")
-    context = hf_config["max_position_embeddings"]
-    if length + config.sampling.max_tokens > context:
-        raise TaskError(
-            f"prompt {prompt.uid!r} of task {config.task} has {length} tokens; with "
-            f"sampling.max-tokens={config.sampling.max_tokens} the model's context of {context} "
-            f"is exceeded: shorten it to {context - config.sampling.max_tokens} tokens"
-        )
-
-
 def describe(setup: Setup) -> str:
     """The resolved run, for people."""
-    config, model = setup.config, setup.src.model
-    num_parameters = sum(_volume(shape) for shape in model.tensor_shapes().values())
+    config, plan, model = setup.config, setup.proof.plan, setup.model
+    num_parameters = sum(prod(shape) for shape in model.canonical.tensor_shapes().values())
+    itemsize = getattr(torch, config.engine.dtype).itemsize
     example = setup.task.prompts("train", seed=config.seed, start=0, count=1)[0]
     batch = config.grpo.prompts_per_step * config.grpo.samples_per_prompt
     lines = [
-        f"model      {setup.model_dir} ({setup.hf_config['model_type']}, "
+        f"model      {setup.model_dir} ({model.hf_config['model_type']}, "
         f"{num_parameters / 1e6:.2f} M parameters)",
         f"task       {setup.task.name}, judged by {setup.reward_name}; "
         f"e.g. {example.text or example.messages!r}",
         f"held out   {len(setup.test_prompts)} prompts",
-        f"trainer    {setup.src.spec} on ranks {list(setup.placement.trainer_ranks)}",
-        f"engine     {setup.dst.spec} on ranks {list(setup.placement.engine_ranks)}",
+        f"trainer    {plan.src.spec} on ranks {list(setup.placement.trainer_ranks)}",
+        f"engine     {plan.dst.spec} on ranks {list(setup.placement.engine_ranks)}",
         f"batch      {config.grpo.prompts_per_step} prompts x "
         f"{config.grpo.samples_per_prompt} samples = {batch} completions, {config.steps} steps",
         f"plan       {setup.proof}",
-        indent(str(cost(setup.proof.plan, itemsize=ITEMSIZE[config.engine.dtype])), " " * 11),
+        indent(str(cost(plan, itemsize=itemsize)), " " * 11),
     ]
     return "\n".join(lines)
-
-
-def _volume(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product

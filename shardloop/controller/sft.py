@@ -1,25 +1,117 @@
-"""Supervised steps on a task's worked solutions. Called by runs and by `shardloop sft`. Floor 4."""
+"""Supervised steps on a task's worked solutions, before GRPO or alone. Floor 4.
+
+`warm_start` is called by `controller.run`, `fine_tune` by `shardloop sft`.
+"""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from shardloop.config import SFTConfig
-from shardloop.controller.groups import WorkerGroup
-from shardloop.errors import TaskError, UsageError
+from shardloop import hf
+from shardloop.builtin import temporary_model_folder
+from shardloop.config import SFTConfig, TrainerConfig, WorkersConfig
+from shardloop.controller.events import Event, Note, Progress, Saved
+from shardloop.controller.groups import LocalWorkers, WorkerGroup
+from shardloop.controller.roles import build_trainer, release
+from shardloop.controller.rollouts import prompt_ids
+from shardloop.controller.setup import read_model, trainer_layout
+from shardloop.errors import Interrupted, TaskError, UsageError
 from shardloop.rl.batch import sft_batch
 from shardloop.schedule import learning_rate
+from shardloop.tasks import load_task
 from shardloop.types import Prompt, Task, Tokenizer
 
 
+def fine_tune(
+    model: str,
+    task: str,
+    out: Path,
+    *,
+    sft: SFTConfig,
+    trainer: TrainerConfig,
+    workers: WorkersConfig,
+    seed: int,
+) -> Iterator[Event]:
+    """Supervised steps on ranks of a trainer alone; the result is the model folder `out`.
+
+    Raises:
+        UsageError: `out` exists, or an unknown task. ModelError, LayoutError: as in a run.
+        TaskError: as `sft_steps`. CheckpointError: `out` cannot be written.
+    """
+    if out.exists():
+        raise UsageError(f"out={out} exists; choose a new folder")
+    notes: list[str] = []
+    with temporary_model_folder(model, seed=seed, say=notes.append) as model_dir:
+        yield from map(Note, notes)
+        facts = read_model(model_dir)
+        layout = trainer_layout(facts.canonical, trainer.layout)
+        known_task, tokenizer = load_task(task), hf.load_tokenizer(model_dir)
+        with LocalWorkers({"trainer": range(layout.world_size)}, workers) as processes:
+            yield from warm_start(
+                processes,
+                task=known_task,
+                tokenizer=tokenizer,
+                model_dir=model_dir,
+                context_length=facts.context_length,
+                trainer=trainer,
+                sft=sft,
+                seed=seed,
+                start=out,
+            )
+
+
+def warm_start(
+    workers: LocalWorkers,
+    *,
+    task: Task,
+    tokenizer: Tokenizer,
+    model_dir: Path,
+    context_length: int,
+    trainer: TrainerConfig,
+    sft: SFTConfig,
+    seed: int,
+    start: Path,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> Iterator[Event]:
+    """Supervised steps from `model_dir`, on the ranks of the role "trainer"; the result is the
+    folder `start`.
+
+    Raises:
+        Interrupted: `stop_requested` became true; nothing was written. TaskError: as `sft_steps`.
+        CheckpointError: `start` cannot be written.
+    """
+    # It has its own optimizer and needs no reference policy.
+    group = workers.spawn(
+        "sft", build_trainer, trainer, sft.optim, model_dir, reference=False, role="trainer"
+    )
+    steps = sft_steps(
+        group, task=task, tokenizer=tokenizer, context_length=context_length, config=sft, seed=seed
+    )
+    for metrics in steps:
+        yield Progress("sft", metrics["step"], sft.steps, metrics)
+        if stop_requested():
+            raise Interrupted(f"stopped after SFT step {metrics['step']}; nothing was written")
+    group.call("export", start)
+    workers.run(release, "sft", role="trainer")
+    yield Saved("warm start", start)
+
+
 def sft_steps(
-    trainer: WorkerGroup, *, task: Task, tokenizer: Tokenizer, config: SFTConfig, seed: int
+    trainer: WorkerGroup,
+    *,
+    task: Task,
+    tokenizer: Tokenizer,
+    context_length: int,
+    config: SFTConfig,
+    seed: int,
 ) -> Iterator[dict[str, Any]]:
     """Makes `config.steps` updates and yields the metrics of each. The loss is on the solution and
     the stop token, as a mean over the tokens of the whole batch.
 
     Raises:
-        TaskError: a prompt has no worked solution. UsageError: the tokenizer has no stop token.
+        TaskError: a prompt has no worked solution, or one that does not fit the context with it.
+        UsageError: the tokenizer has no stop token.
     """
     if not tokenizer.stop_token_ids:
         raise UsageError("the tokenizer has no end-of-sequence token; SFT teaches when to stop")
@@ -30,21 +122,24 @@ def sft_steps(
             start=step * config.batch_size,
             count=config.batch_size,
         )
-        batch = sft_batch([solution_row(prompt, tokenizer) for prompt in prompts])
-        metrics = trainer.call("forward_backward", batch, "sft", collect="sum")
+        rows = [solution_row(prompt, tokenizer, context_length) for prompt in prompts]
+        metrics = trainer.call("forward_backward", sft_batch(rows), "sft", collect="sum")
         lr = learning_rate(step, config.steps, config.optim)
         update = trainer.call("step", lr, collect="same")
-        yield {"step": step + 1, "lr": lr, **metrics, **update}
+        yield {"step": step + 1, **metrics, **update, "lr": lr}
 
 
-def solution_row(prompt: Prompt, tokenizer: Tokenizer) -> tuple[Sequence[int], Sequence[int]]:
+def solution_row(
+    prompt: Prompt, tokenizer: Tokenizer, context_length: int
+) -> tuple[Sequence[int], Sequence[int]]:
     if prompt.solution is None:
         raise TaskError(
             f"prompt {prompt.uid!r} has no worked solution; SFT needs one: "
             "add a solution to the task, or set sft.steps to 0"
         )
     answer_ids = [*tokenizer.encode(prompt.solution), tokenizer.stop_token_ids[0]]
-    return tokenizer.encode_prompt(prompt), answer_ids
+    ids = prompt_ids(prompt, tokenizer, max_tokens=len(answer_ids), context_length=context_length)
+    return ids, answer_ids
 
 
 def stream_seed(seed: int, stream: str) -> int:

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from shardloop.config import Tracker
 from shardloop.errors import UsageError
+from shardloop.metrics import writing
 
 
 class MetricSink(Protocol):
@@ -34,14 +35,18 @@ class TensorBoardSink:
             raise UsageError(
                 "track=tensorboard needs the extra: pip install 'shardloop[track]'"
             ) from error
-        self._writer = SummaryWriter(str(folder))
+        self._folder = folder
+        with writing(folder):
+            self._writer = SummaryWriter(str(folder))
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        for name, value in flat(metrics).items():
-            self._writer.add_scalar(name, value, step)
+        with writing(self._folder):
+            for name, value in flat(metrics).items():
+                self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self._writer.close()
+        with writing(self._folder):
+            self._writer.close()
 
 
 def open_sink(tracker: Tracker, folder: Path) -> MetricSink:

@@ -4,6 +4,8 @@ base      the Engine protocol, the update gate and the checks every engine makes
 sampling  counter-based noise and truncated sampling with log-probs                   floor 2
 slots     the sequences in flight and their key/value cache                           floor 2
 prefix    prompts computed once and shared by their samples                           floor 2
+runner    prompts and single tokens through the decoder, into the slots               floor 2
+weights   parts of a whole state dict for the local tensors                           floor 2
 scripted  an engine that answers from a function, for tests of loops                  floor 2
 local     our own tensor-parallel engine with continuous batching                     floor 3
 """

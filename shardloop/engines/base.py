@@ -1,6 +1,6 @@
 """The Engine protocol, its update gate and the checks of requests.
 
-Called by every engine; the loops hold engines by this protocol. Floor 2.
+Called by every engine. Floor 2.
 
     fresh ──begin_update──▶ updating ──commit_update──▶ ready ──begin_update──▶ updating …
                                                           │

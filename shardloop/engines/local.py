@@ -58,7 +58,7 @@ class LocalEngine:
             max_slots: most sequences decoded at the same time; memory is taken as needed.
             max_model_len: most tokens of prompt and completion; the model's context by default.
         Raises:
-            ModelError: the model has settings we cannot run. LayoutError: it cannot be cut so.
+            ModelError: the model has settings we cannot run.
             PlanError: `layout` and `rank` do not describe the tensors of this model and `comm`.
             UsageError: max_slots below 1, or max_model_len not between 2 and the model's context.
         """

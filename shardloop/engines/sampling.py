@@ -13,6 +13,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from shardloop.splitmix import shift_right, splitmix64
 from shardloop.types import Request, SampleId
 
 TOP_P_SLACK = 1e-6
@@ -26,27 +27,11 @@ def noise_key(seed: int, sample_id: SampleId) -> int:
 
 
 def uniforms(keys_n: Tensor, positions_n: Tensor) -> Tensor:
-    """One number strictly between 0 and 1 per (key, position): float64 [n], from int64 [n] each.
-
-    The generator is splitmix64: the key is the state, the position counts its steps.
-    """
-    bits = keys_n + (positions_n + 1) * _signed(0x9E3779B97F4A7C15)
-    bits = (bits ^ _shift_right(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
-    bits = (bits ^ _shift_right(bits, 27)) * _signed(0x94D049BB133111EB)
-    bits = bits ^ _shift_right(bits, 31)
+    """One number strictly between 0 and 1 per (key, position): float64 [n], from int64 [n] each."""
+    bits = splitmix64(keys_n, positions_n)
     # 52 bits and a half: the greatest value is still below 1 in float64.
-    uniform_n: Tensor = (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
+    uniform_n: Tensor = (shift_right(bits, 12).double() + 0.5) * 2.0**-52
     return uniform_n
-
-
-def _signed(constant: int) -> int:
-    return constant - 2**64 if constant >= 2**63 else constant
-
-
-def _shift_right(bits: Tensor, count: int) -> Tensor:
-    """Shift in zeros; `>>` of a signed integer repeats the sign."""
-    shifted: Tensor = (bits >> count) & (2 ** (64 - count) - 1)
-    return shifted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

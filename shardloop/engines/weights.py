@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shardloop.errors import ModelError
-from shardloop.layout import Layout
-from shardloop.layout.layout import Box
+from shardloop.layout import Layout, box_of
+from shardloop.layout.fit import shape_faults
 
 
 def local_pairs(
@@ -28,29 +28,18 @@ def local_pairs(
     """
     _check_state_dict(layout, state_dict)
     for piece in layout.pieces(rank):
-        local = tensors[piece.local_name][_slices(piece.local_box)]
-        yield local, state_dict[piece.name][_slices(piece.box)]
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(low, high) for low, high in box)
+        local = box_of(tensors[piece.local_name], piece.local_box)
+        yield local, box_of(state_dict[piece.name], piece.box)
 
 
 def _check_state_dict(layout: Layout, state_dict: Mapping[str, Tensor]) -> None:
-    shapes = layout.model.tensor_shapes()
     given = dict(state_dict)
     faults = []
     if layout.model.tied and "lm_head.weight" in given:
         head, embedding = given.pop("lm_head.weight"), given.get("model.embed_tokens.weight")
         if embedding is not None and not torch.equal(head, embedding):
             faults.append("lm_head.weight differs from the embedding it is tied to")
-    faults += [f"missing: {name}" for name in shapes if name not in given]
-    faults += [f"unknown: {name}" for name in given if name not in shapes]
-    faults += [
-        f"{name} has shape {tuple(given[name].shape)}, the model {shape}"
-        for name, shape in shapes.items()
-        if name in given and tuple(given[name].shape) != shape
-    ]
+    faults += shape_faults(layout.model.tensor_shapes(), given)
     if faults:
         listed = "\n  ".join(faults)
         raise ModelError(

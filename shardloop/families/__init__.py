@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardloop.errors import ModelError
-from shardloop.families.base import CanonicalModel, Dim, TensorClass, build_model
+from shardloop.families.base import CanonicalModel, build_model
 from shardloop.families.llama import LLAMA
 from shardloop.families.qwen2 import QWEN2
 from shardloop.families.qwen3 import QWEN3
@@ -30,4 +30,4 @@ def canonical_model(hf_config: Mapping[str, Any]) -> CanonicalModel:
     return build_model(family, hf_config)
 
 
-__all__ = ["FAMILIES", "CanonicalModel", "Dim", "TensorClass", "canonical_model"]
+__all__ = ["FAMILIES", "CanonicalModel", "canonical_model"]

@@ -7,10 +7,11 @@
     strips    what lies along one local dim
     tables    meshes, cuts, and their rows for one class
     layout    Layout, its local shapes and pieces
+    fit       do arrays have the shapes that were declared
 """
 
-from shardloop.layout.layout import Box, Layout, Piece
-from shardloop.layout.parse import LayoutSpec, parse_layout
+from shardloop.layout.layout import Box, Layout, Piece, box_of
+from shardloop.layout.parse import parse_layout
 from shardloop.layout.schemes import make_layout
 
-__all__ = ["Box", "Layout", "LayoutSpec", "Piece", "make_layout", "parse_layout"]
+__all__ = ["Box", "Layout", "Piece", "box_of", "make_layout", "parse_layout"]

@@ -10,12 +10,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
+from typing import Any
 
 from shardloop.families.base import CanonicalModel
 from shardloop.layout.strips import OWN, Segment, Strip, length
 from shardloop.layout.tables import Axis, Cut
 
 Box = tuple[tuple[int, int], ...]
+
+
+def box_of(array: Any, box: Box) -> Any:
+    """A view of the elements of `array` (numpy or torch) in `box`."""
+    return array[tuple(slice(lo, hi) for lo, hi in box)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +45,7 @@ class LocalTensor:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a local tensor that holds a box of a canonical tensor, in row-major order."""
+    """A box of a local tensor that holds a box of a canonical tensor, of the same shape."""
 
     rank: int
     local_name: str

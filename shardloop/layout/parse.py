@@ -1,5 +1,6 @@
-"""The grammar of layout strings, `scheme:axis=size,...`. Called by `layout.schemes` and the command
-line. Floor 1.
+"""The grammar of layout strings, `scheme:axis=size,...`. Floor 1.
+
+Called by `layout.schemes`, `parallel.mesh` and `controller.setup`.
 """
 
 from dataclasses import dataclass

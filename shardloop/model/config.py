@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardloop.errors import LayoutError, ModelError
+from shardloop.errors import ModelError
 from shardloop.families import canonical_model
 
 Rope = Mapping[str, Any]
@@ -68,19 +68,10 @@ class DecoderConfig:
         )
 
     def local_heads(self, tp_size: int) -> tuple[int, int]:
-        """Query heads and kv heads of each of `tp_size` ranks; a kv head may have several owners.
-
-        Raises:
-            LayoutError: heads or widths cannot be cut so.
-        """
+        """Query heads and kv heads of each of `tp_size` ranks; kv heads may have several owners."""
         heads, kv_heads = self.num_heads, self.num_kv_heads
         fits = heads % tp_size == 0 and (kv_heads % tp_size == 0 or tp_size % kv_heads == 0)
-        if not fits or self.intermediate_size % tp_size:
-            raise LayoutError(
-                f"tp={tp_size} does not fit num_heads={heads}, num_kv_heads={kv_heads}, "
-                f"intermediate_size={self.intermediate_size}; choose a tp that divides the heads "
-                "and the intermediate size, and divides the kv heads or is a multiple of them"
-            )
+        assert fits, f"make_layout refuses tp={tp_size}"
         return heads // tp_size, max(1, kv_heads // tp_size)
 
     def local_vocab(self, tp_size: int) -> int:

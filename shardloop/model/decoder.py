@@ -190,11 +190,7 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Allocates the weights, all NaN; write them through `tensors()`.
-
-        Raises:
-            LayoutError: the model cannot be cut into `tp.size` ranks.
-        """
+        """Allocates the weights, all NaN; write them through `tensors()`."""
         super().__init__()
         site = Site(tp=tp, dtype=dtype, device=torch.device(device))
         self.config, self.tp, self.dtype = config, tp, dtype

@@ -1,6 +1,9 @@
-"""The device mesh of a training layout. Called by the trainer. Floor 3.
+"""The layouts that a trainer can run, and their device mesh. Floor 3.
+
+Called by the trainer, and before a run starts.
 
 "fsdp=2"        one axis: parameters are cut over all ranks
+"dp=2"          one axis: every rank has all parameters
 "dp=2,fsdp=2"   two axes, outermost first: two replicas, each cut over two ranks
 """
 
@@ -21,14 +24,14 @@ def trainer_axes(spec: str) -> dict[str, int]:
     """Sizes of the axes dp and fsdp of a training layout string, 1 where it does not name them.
 
     Raises:
-        LayoutError: no layout string; or tp, an engine layout, or fsdp outside dp, none of which
-            the trainer can do.
+        LayoutError: no layout string; or one with tp, of an engine, or with fsdp outside dp, none
+            of which a trainer can run.
     """
     layout = parse_layout(spec)
     if layout.scheme != "hf" or tuple(name for name, _ in layout.axes) not in ALLOWED_AXES:
         raise LayoutError(
-            f"trainer.layout={spec!r} is not a training layout; choose fsdp=N, or dp=R,fsdp=N for "
-            "R replicas that are each cut N ways"
+            f"trainer.layout={spec!r} is not a training layout; choose fsdp=N (each tensor cut N "
+            "ways), dp=R (R replicas) or dp=R,fsdp=N (R replicas, each cut N ways)"
         )
     return {"dp": layout.size("dp"), "fsdp": layout.size("fsdp")}
 

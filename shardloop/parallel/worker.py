@@ -1,4 +1,4 @@
-"""One rank of a worker group: its context and its command loop. Floor 3.
+"""One rank of a worker group: how it joins the others, and its command loop. Floor 3.
 
 Started by `controller.launch`, commanded by `controller.groups`.
 
@@ -20,10 +20,8 @@ import shutil
 import signal
 import sys
 import threading
-import time
-import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,20 +30,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardloop.errors import ShardloopError, UsageError
+from shardloop.errors import UsageError
+from shardloop.parallel.context import RankContext
+from shardloop.parallel.failure import describe
 
 STARTED = 0
 """Id of the answer that says a rank has joined the world."""
-
-_ECHOES = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Timed out waiting",
-    "Application timeout caused pair closure",
-    "connectFullMesh",
-    "ncclRemoteError",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,50 +57,6 @@ class WorkerSettings:
     def tag(self) -> str:
         names = "+".join(name for name, ranks in self.roles.items() if self.rank in ranks)
         return f"rank {self.rank} {names}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """An exception of a rank, in a form that always crosses the process boundary."""
-
-    error: ShardloopError | None
-    """The exception itself where it is one of ours."""
-    summary: str
-    traceback: str
-    is_echo: bool
-    """It only reports that another rank went away or did not come."""
-    at_s: float
-    """`time.monotonic()` when it was caught; comparable between processes of one machine."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankContext:
-    """Where an object lives: handed to every factory and every function that runs on a rank."""
-
-    rank: int
-    """Global rank."""
-    world_size: int
-    device: torch.device
-    roles: Mapping[str, tuple[int, ...]]
-    """Global ranks of each role, in the order of the role's own ranks."""
-    groups: Mapping[str, Any]
-    objects: dict[str, Any] = field(default_factory=dict)
-    """What was built on this rank earlier, by key."""
-
-    def group(self, role: str) -> dist.ProcessGroup | None:
-        """The process group of a role, or None when this rank is not in it."""
-        self._check(role)
-        return self.groups[role] if self.rank in self.roles[role] else None
-
-    def role_rank(self, role: str) -> int | None:
-        """Place of this rank within a role, or None when it is not in it."""
-        self._check(role)
-        ranks = self.roles[role]
-        return ranks.index(self.rank) if self.rank in ranks else None
-
-    def _check(self, role: str) -> None:
-        if role not in self.roles:
-            raise UsageError(f"role={role!r} is unknown; choose from {', '.join(self.roles)}")
 
 
 def stack_file(folder: Path, rank: int) -> Path:
@@ -220,33 +166,6 @@ def _configure_logging(settings: WorkerSettings) -> None:
         format=f"[{settings.tag}] %(levelname)s %(name)s: %(message)s",
         force=True,
     )
-
-
-def describe(error: BaseException) -> Failure:
-    """A `Failure` of this moment from an exception that was just caught."""
-    return Failure(
-        error=error if isinstance(error, ShardloopError) and _pickles(error) else None,
-        summary=f"{type(error).__name__}: {error}",
-        traceback="".join(traceback.format_exception(error)),
-        is_echo=_is_echo(error),
-        at_s=time.monotonic(),
-    )
-
-
-def _is_echo(error: BaseException | None) -> bool:
-    if error is None:
-        return False
-    if isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _ECHOES):
-        return True
-    return _is_echo(error.__cause__)
-
-
-def _pickles(value: Any) -> bool:
-    try:
-        pickle.loads(pickle.dumps(value, protocol=5))
-    except Exception:  # whatever its own reduce method raises; the summary is sent instead
-        return False
-    return True
 
 
 def _answer(connection: Connection, call_id: int, *, ok: bool, value: Any) -> None:

@@ -10,7 +10,8 @@ from typing import Literal
 import torch
 
 from shardloop.errors import PlanError
-from shardloop.layout import Layout, Piece
+from shardloop.layout import Layout
+from shardloop.layout.fit import shape_faults
 
 Strides = Literal["contiguous", "any"]
 
@@ -43,12 +44,6 @@ def check_bound(
         )
 
 
-def piece_view(piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
-    """The part of local tensor `tensor` that `piece` describes, a view in the shape of its box."""
-    local = tensor[tuple(slice(lo, hi) for lo, hi in piece.local_box)]
-    return local.view([hi - lo for lo, hi in piece.box])
-
-
 def _faults(
     shapes: Mapping[str, tuple[int, ...]],
     tensors: Mapping[str, torch.Tensor],
@@ -56,20 +51,13 @@ def _faults(
     dtype: torch.dtype | None,
     strides: Strides,
 ) -> Iterator[str]:
-    for name, shape in shapes.items():
-        if name not in tensors:
-            if 0 not in shape:
-                yield f"missing: {name} of shape {shape}"
+    yield from shape_faults(shapes, tensors)
+    for name, tensor in tensors.items():
+        if name not in shapes:
             continue
-        tensor = tensors[name]
-        if tuple(tensor.shape) != tuple(shape):
-            yield f"shape of {name} is {tuple(tensor.shape)}, the layout says {tuple(shape)}"
         if dtype is None and not tensor.is_floating_point():
             yield f"dtype of {name} is {tensor.dtype}, it must be a floating-point dtype"
         if dtype is not None and tensor.dtype != dtype:
             yield f"dtype of {name} is {tensor.dtype}, it must be {dtype}"
         if strides == "contiguous" and not tensor.is_contiguous():
             yield f"strides of {name} are {tensor.stride()}: it must be contiguous"
-    for name in tensors:
-        if name not in shapes:
-            yield f"unexpected: {name} of shape {tuple(tensors[name].shape)}"

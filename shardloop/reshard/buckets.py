@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shardloop.reshard.plan import View
+from shardloop.reshard.flow import View
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """What a plan moves: bytes per pair of ranks, the least possible, and how evenly. Floor 1.
 
-Called by the command line and by whoever compares layouts; moves nothing.
+Called by `controller.setup`, which prints it, and by `shardloop.weight_sync`; moves nothing.
 """
 
 from collections import Counter
@@ -10,7 +10,8 @@ from math import prod
 
 import numpy as np
 
-from shardloop.reshard.plan import Flow, Plan
+from shardloop.reshard.flow import Flow
+from shardloop.reshard.plan import Plan
 from shardloop.reshard.turns import runs_to
 
 

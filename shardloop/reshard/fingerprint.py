@@ -19,21 +19,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from shardloop.errors import FingerprintError, PlanError
-from shardloop.layout import Layout, Piece
-from shardloop.reshard.bind import piece_view
+from shardloop.layout import Box, Layout, Piece, box_of
+from shardloop.splitmix import splitmix64
 
 MASK = 2**64 - 1
 BLOCK = 1 << 16
 """Elements widened to int64 at a time: few enough for a CPU cache."""
+NO_KEY = torch.tensor(0)
 INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-Box = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +44,7 @@ class Copies:
 
     def salt(self, piece: Piece) -> tuple[int, bool]:
         """The salt of this copy in D, and whether it is copy 0, the one that F counts."""
-        holders = self.holders[piece.name, _box(piece)]
+        holders = self.holders[piece.name, piece.box]
         ordinal = holders.index((piece.rank, piece.local_name))
         if ordinal:
             return _salt(ordinal), False
@@ -65,7 +62,7 @@ def find_copies(layout: Layout) -> Copies:
     holders: dict[tuple[str, Box], list[tuple[int, str]]] = {}
     for rank in range(layout.world_size):
         for piece in layout.pieces(rank):
-            holders.setdefault((piece.name, _box(piece)), []).append((rank, piece.local_name))
+            holders.setdefault((piece.name, piece.box), []).append((rank, piece.local_name))
     shapes = layout.model.tensor_shapes()
     covered = dict.fromkeys(shapes, 0)
     for name, box in holders:
@@ -85,7 +82,7 @@ def local_fingerprints(
     tensors: Mapping[str, Tensor],
     *,
     dtype: torch.dtype,
-    copies: Copies | None = None,
+    copies: Copies,
 ) -> Tensor:
     """This rank's share of F and D; the wrapping sum over the ranks of the layout gives them.
 
@@ -94,11 +91,10 @@ def local_fingerprints(
         tensors: local tensors by local name, on any device.
         dtype: bits are taken after conversion to it, so that a float32 trainer and a bfloat16
             engine can agree.
-        copies: `find_copies(layout)`, computed here if not given.
+        copies: `find_copies(layout)`.
     Returns:
         int64 [2, number of canonical tensors] on the CPU: row 0 is F, row 1 is D.
     """
-    copies = copies or find_copies(layout)
     column = {name: i for i, name in enumerate(copies.names)}
     sums = [[0] * len(copies.names) for _ in range(2)]
     for piece in layout.pieces(rank):
@@ -137,9 +133,8 @@ def check_fingerprints(names: Sequence[str], src: Tensor, dst: Tensor) -> None:
 
 
 def _piece_sum(piece: Piece, tensor: Tensor, dtype: torch.dtype) -> int:
-    box = _box(piece)
-    weights = [_weights(dim, lo, hi).to(tensor.device) for dim, (lo, hi) in enumerate(box)]
-    return _weighted_sum(piece_view(piece, tensor.detach()), weights, dtype)
+    weights = [_weights(dim, lo, hi).to(tensor.device) for dim, (lo, hi) in enumerate(piece.box)]
+    return _weighted_sum(box_of(tensor.detach(), piece.local_box), weights, dtype)
 
 
 def _weighted_sum(values: Tensor, weights: Sequence[Tensor], dtype: torch.dtype) -> int:
@@ -163,24 +158,11 @@ def _weighted_sum(values: Tensor, weights: Sequence[Tensor], dtype: torch.dtype)
 
 def _weights(dim: int, lo: int, hi: int) -> Tensor:
     """Odd int64 weights of coordinates lo .. hi-1 of a dim."""
-    index = np.arange(lo, hi, dtype=np.uint64) + np.uint64((dim + 1) << 48)
-    return torch.from_numpy((_splitmix64(index) | np.uint64(1)).view(np.int64))
+    return splitmix64(NO_KEY, torch.arange(lo, hi) + ((dim + 1) << 48)) | 1
 
 
 def _salt(ordinal: int) -> int:
-    return int(_splitmix64(np.array([ordinal], dtype=np.uint64))[0]) | 1
-
-
-def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The output function of SplitMix64 (Steele, Lea and Flood 2014) on uint64 arrays."""
-    x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def _box(piece: Piece) -> Box:
-    return tuple((int(lo), int(hi)) for lo, hi in piece.box)
+    return int(splitmix64(NO_KEY, torch.tensor(ordinal))) | 1
 
 
 def _signed(value: int) -> int:

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardloop.layout import Piece
-from shardloop.reshard.agree import named_error, wire_device
-from shardloop.reshard.bind import piece_view
+from shardloop.layout import Piece, box_of
+from shardloop.parallel.agree import named_error, wire_device
 from shardloop.reshard.fingerprint import find_copies
 from shardloop.reshard.p2p import Tensors, TransferReport, check_ready
 from shardloop.reshard.plan import Plan
@@ -65,7 +64,7 @@ def execute_gather(
         if dst is not None:
             for piece in plan.dst.pieces(plan.dst_ranks.index(rank)):
                 if piece.name == name:
-                    piece_view(piece, dst[piece.local_name]).copy_(_box_of(full, piece))
+                    box_of(dst[piece.local_name], piece.local_box).copy_(box_of(full, piece.box))
     return TransferReport(
         bytes_sent=sent,
         bytes_received=received,
@@ -97,18 +96,14 @@ def _gather(
         owner = plan.src_ranks[piece.rank]
         if rank not in (owner, root):
             continue
-        part = torch.empty_like(_box_of(full, piece), memory_format=torch.contiguous_format)
+        part = torch.empty_like(box_of(full, piece.box), memory_format=torch.contiguous_format)
         if rank == owner:
-            part.copy_(piece_view(piece, src[piece.local_name]))
+            part.copy_(box_of(src[piece.local_name], piece.local_box))
         if owner != root and rank == owner:
             dist.send(part, root, group=group)
         if owner != root and rank == root:
             dist.recv(part, owner, group=group)
         if rank == root:
-            _box_of(full, piece).copy_(part)
+            box_of(full, piece.box).copy_(part)
         num_bytes += part.nbytes if owner != root else 0
     return num_bytes
-
-
-def _box_of(full: Tensor, piece: Piece) -> Tensor:
-    return full[tuple(slice(lo, hi) for lo, hi in piece.box)]

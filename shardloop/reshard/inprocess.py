@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardloop.errors import PlanError
+from shardloop.layout.fit import shape_faults
 from shardloop.layout.layout import Layout
 from shardloop.reshard.verify import Proof
 
@@ -51,12 +52,8 @@ def _misfits(
 ) -> list[str]:
     faults = [f"{side} rank {rank} is not in the layout" for rank in tensors if rank not in ranks]
     for layout_rank, rank in enumerate(ranks):
-        expected, given = layout.local_shapes(layout_rank), tensors.get(rank, {})
-        faults += [f"{side} rank {rank} has no {name}" for name in expected if name not in given]
-        faults += [f"{side} rank {rank}: unknown {name}" for name in given if name not in expected]
+        shapes = layout.local_shapes(layout_rank)
         faults += [
-            f"{side} rank {rank}: {name} has shape {tuple(given[name].shape)}, expected {shape}"
-            for name, shape in expected.items()
-            if name in given and tuple(given[name].shape) != shape
+            f"{side} rank {rank}: {fault}" for fault in shape_faults(shapes, tensors.get(rank, {}))
         ]
     return faults

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardloop.errors import PlanError
-from shardloop.reshard.agree import agree, named_error, wait, wire_device
+from shardloop.parallel.agree import agree, named_error, wait, wire_device
 from shardloop.reshard.bind import check_bound
 from shardloop.reshard.buckets import Lane, Staging, make_lanes, pack, unpack
 from shardloop.reshard.plan import Plan

@@ -2,7 +2,7 @@
 
 `plan_reshard(src, dst)` returns data; `reshard.verify` proves it and executors carry it out. A plan
 is symbolic: per tensor class one join for each dim, shared by all layers. What a single rank sends
-or receives is written out by `Plan.sends` and `Plan.receives` (turns: `reshard.turns`).
+or receives is written out by `Plan.sends` and `Plan.receives` (see `reshard.turns`).
 
     Layout src ─┐                                   ┌─▶ cost
                 ├─ plan_reshard ─▶ Plan ─▶ verify ─▶ Proof ─▶ executors
@@ -19,10 +19,9 @@ from shardloop.errors import PlanError
 from shardloop.families.base import CanonicalModel, TensorClass
 from shardloop.layout.layout import Layout, LocalTensor
 from shardloop.layout.tables import make_table
+from shardloop.reshard.flow import Flow, Route, Transfer
 from shardloop.reshard.join import Join, join
-from shardloop.reshard.turns import Flow, Route, Transfer, View, transfers_from, transfers_to
-
-__all__ = ["Flow", "Plan", "Transfer", "View", "plan_reshard"]
+from shardloop.reshard.turns import transfers_from, transfers_to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,17 +82,6 @@ class Plan(Route):
                 for flow in self.flows
             ],
         }
-
-    def __str__(self) -> str:
-        lines = [
-            f"reshard {self.src.spec} on ranks {_ranks_text(self.src_ranks)} -> "
-            f"{self.dst.spec} on ranks {_ranks_text(self.dst_ranks)} (plan {self.digest[:12]})"
-        ]
-        width = max(len(flow.key) for flow in self.flows)
-        for flow in self.flows:
-            pairs = " x ".join(str(len(step.lo)) for step in flow.joins[1:])
-            lines.append(f"  {flow.key:{width}}  {pairs} pairs, into {flow.dst.template}")
-        return "\n".join(lines)
 
 
 def plan_reshard(
@@ -186,9 +174,3 @@ def _named(title: str, items: list[str]) -> list[str]:
 def _model_text(plan: Plan) -> str:
     classes = sorted(plan.src.model.classes, key=lambda c: c.key)
     return repr([(c.key, c.template, c.domain) for c in classes])
-
-
-def _ranks_text(ranks: tuple[int, ...]) -> str:
-    if ranks == tuple(range(ranks[0], ranks[0] + len(ranks))) and len(ranks) > 1:
-        return f"{ranks[0]}..{ranks[-1]}"
-    return ",".join(map(str, ranks))

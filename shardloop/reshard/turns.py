@@ -9,102 +9,15 @@ so the work moves over all replicas, and a source can solve for its consumers wi
 `cell` is salted by the class's name, so the order of tensors plays no part.
 """
 
-import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator
 from itertools import product
 from math import gcd, prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from shardloop.families.base import TensorClass
-from shardloop.layout.layout import Box, Layout, LocalTensor
+from shardloop.layout.layout import Layout, LocalTensor
 from shardloop.layout.tables import Axis, offsets
-from shardloop.reshard.join import Join, Pair
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """A box of a local tensor."""
-
-    local_name: str
-    slices: tuple[slice, ...]
-    shape: tuple[int, ...]
-
-    def of(self, tensors: Mapping[str, Any]) -> Any:
-        """The view of `tensors[local_name]`, sharing its memory (numpy or torch)."""
-        return tensors[self.local_name][self.slices]
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """One box of one tensor, from a rank to a rank; a copy in place where both are the same."""
-
-    src_rank: int
-    dst_rank: int
-    name: str
-    """Canonical name."""
-    box: Box
-    """The elements of the canonical tensor."""
-    src: View
-    dst: View
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flow:
-    """All that moves of one tensor class into one local tensor of the destination."""
-
-    tensor_class: TensorClass
-    src: LocalTensor
-    dst: LocalTensor
-    joins: tuple[Join, ...]
-    """One per dim, the layer first."""
-
-    @property
-    def key(self) -> str:
-        return self.tensor_class.key
-
-    @cached_property
-    def salt(self) -> int:
-        return zlib.crc32(self.key.encode())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Route:
-    """What flows from the ranks of one layout to the ranks of another."""
-
-    src: Layout
-    dst: Layout
-    src_ranks: tuple[int, ...]
-    """Global rank of each rank of `src`."""
-    dst_ranks: tuple[int, ...]
-    flows: tuple[Flow, ...]
-    """One for each tensor class and local tensor of `dst` that shows it."""
-
-    @cached_property
-    def src_index(self) -> dict[int, int]:
-        """Rank of `src` by global rank."""
-        return {rank: index for index, rank in enumerate(self.src_ranks)}
-
-    @cached_property
-    def dst_index(self) -> dict[int, int]:
-        return {rank: index for index, rank in enumerate(self.dst_ranks)}
-
-
-class Run(NamedTuple):
-    """The same box of the same class from one layout rank to another, for a range of layers."""
-
-    flow: Flow
-    src: int
-    dst: int
-    layers: range
-    box: Box
-    src_starts: tuple[int, ...]
-    dst_starts: tuple[int, ...]
-
-    def volume(self) -> int:
-        """Elements moved, over all its layers."""
-        return len(self.layers) * prod(hi - lo for lo, hi in self.box)
+from shardloop.reshard.flow import Flow, Route, Run, Transfer, View
+from shardloop.reshard.join import Pair
 
 
 def transfers_to(route: Route, dst: int) -> list[Transfer]:
@@ -154,10 +67,10 @@ def _runs_of_consumer(
         yield _run(flow, pairs, own, dst, layers)
         return
     turn = _Turn.of(route, flow, pairs)
-    consumer = turn.consumer(ordinal)
+    consumer = turn.first + ordinal
     for offset in range(min(turn.period, len(layers))):
         holder = turn.holder(consumer, layers[offset])
-        yield _run(flow, pairs, turn.source(holder), dst, layers[offset :: turn.period])
+        yield _run(flow, pairs, turn.sources[holder], dst, layers[offset :: turn.period])
 
 
 def _runs_of_holder(
@@ -175,7 +88,7 @@ def _runs_of_holder(
         near = route.src_index.get(route.dst_ranks[dst])
         if near is not None and _holds(flow, pairs, near):
             continue
-        consumer = turn.consumer(ordinal)
+        consumer = turn.first + ordinal
         for offset in range(min(turn.period, len(layers))):
             if turn.holder(consumer, layers[offset]) == mine:
                 yield _run(flow, pairs, src, dst, layers[offset :: turn.period])
@@ -207,14 +120,8 @@ class _Turn(NamedTuple):
         period = len(sources) // gcd(num_consumers, len(sources))
         return _Turn(sources, num_consumers, first * num_free, cell, period)
 
-    def consumer(self, ordinal: int) -> int:
-        return self.first + ordinal
-
     def holder(self, consumer: int, layer: int) -> int:
         return (consumer + self.num_consumers * (self.cell + layer)) % len(self.sources)
-
-    def source(self, holder: int) -> int:
-        return self.sources[holder]
 
 
 def _run(flow: Flow, pairs: tuple[Pair, ...], src: int, dst: int, layers: range) -> Run:

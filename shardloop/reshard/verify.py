@@ -26,7 +26,8 @@ from shardloop.layout.layout import Layout, LocalTensor
 from shardloop.layout.strips import OWN
 from shardloop.layout.tables import Cut
 from shardloop.reshard.checks import dim_faults
-from shardloop.reshard.plan import Flow, Plan
+from shardloop.reshard.flow import Flow
+from shardloop.reshard.plan import Plan
 
 _SEAL = object()
 

@@ -1,6 +1,6 @@
 """Functions that judge completions, by name or by import path. Floor 1.
 
-`load_reward` is called by `controller.run` and the command line, `score` by `controller.rollouts`.
+`load_reward` is called by `controller.setup` and `shardloop eval`, `score` by `controller.scoring`.
 """
 
 import difflib

@@ -6,5 +6,5 @@
     losses, kl   log-probs ──▶ loss, summed over tokens and divided by a global count
     packing      which rank trains which sequence, in which row
 
-No file here knows of a config, a process group or a model.
+Settings come as plain arguments; no file here knows of a process group or a model.
 """

@@ -78,10 +78,6 @@ class Batch:
             )
 
     @property
-    def num_rows(self) -> int:
-        return len(self.offsets) - 1
-
-    @property
     def num_loss_tokens(self) -> int:
         """The denominator of every per-token mean, at any split into ranks and micro-batches."""
         return int(self.loss_mask_N.sum())

@@ -1,9 +1,10 @@
 """Truncated importance weights for tokens that another program sampled. Floor 1.
 
 The engine samples with its own kernels and precision, perhaps with older weights: its log-prob of a
-token (`behave`) differs from the trainer's (`old`). The weight exp(old - behave), cut at a cap and
-multiplied into the loss, corrects the mean for that. Called by the controller or the trainer on the
-whole batch. Shapes: B rows · N tokens of all rows.
+token (`engine`) differs from the trainer's (`old`). The weight exp(old - engine), cut at a cap and
+multiplied into the loss, corrects the mean for that. Called by the loop on the whole batch.
+
+Shapes: B rows · N tokens of all rows.
 """
 
 import math
@@ -30,14 +31,14 @@ class Correction:
     truncated_fraction: float
     """Share of those k weights that the cap cut."""
     gap_mean: float
-    """Mean |old - behave| over the loss tokens."""
+    """Mean |old - engine| over the loss tokens."""
     gap_max: float
 
 
 def truncated_weights(
-    old_N: Tensor, behave_N: Tensor, *, kind: Kind, cap: float, mask_N: Tensor, offsets: Tensor
+    old_N: Tensor, engine_N: Tensor, *, kind: Kind, cap: float, mask_N: Tensor, offsets: Tensor
 ) -> Correction:
-    """min(exp(log-ratio), cap) on every loss token, where the log-ratio is, for d = old - behave,
+    """min(exp(log-ratio), cap) on every loss token, where the log-ratio is, for d = old - engine,
 
         "token"       d of the token itself
         "sequence"    Σ d over the row's loss tokens: the PRODUCT of its ratios
@@ -47,14 +48,14 @@ def truncated_weights(
     A row of 200 tokens, each 0.01 apart: 7.389 as product, 1.0101 as geometric mean. The product is
     the exact weight of a sequence, but its spread grows with length; the mean is biased.
 
-    `behave_N` decides what is corrected for. Sampling with top-p 0.8 from (.5, .3, .15, .05) keeps
-    two tokens and divides by 0.8; against the trainer's full distribution the engine's renormalised
-    log-probs then give 0.8 per token even when both programs agree exactly, and 0.8^100 = 2.0e-10
-    for a row of 100. The engine's full log-probs (`Batch.full_N`) give 1: pass those to correct for
-    kernels, precision and stale weights alone.
+    `engine_N` are the engine's log-probs under its full distribution (`Batch.full_N`). They make
+    the ratio 1 wherever both programs agree, whatever top-p or top-k cut off: the weight corrects
+    for kernels, precision and stale weights alone. Those under the distribution sampled from
+    (`Batch.behave_N`) would not: top-p 0.8 on (.5, .3, .15, .05) keeps two tokens and divides by
+    0.8, hence 0.8 per token with nothing to correct, and 0.8^100 = 2.0e-10 for a row of 100.
 
     Args:
-        old_N, behave_N: float [N], natural log-probs at one temperature; no gradient flows.
+        old_N, engine_N: float [N], natural log-probs at one temperature; no gradient flows.
         mask_N: bool [N], the loss tokens. Values elsewhere do not matter.
         offsets: int64 [B + 1], as in `Batch`.
     Raises:
@@ -65,10 +66,10 @@ def truncated_weights(
         raise UsageError(f"kind={kind!r}; choose none, token, sequence or geometric")
     if not cap >= 1.0:
         raise UsageError(f"cap={cap}; choose 1 or more (infinity for no cap)")
-    if not old_N.shape == behave_N.shape == mask_N.shape:
-        shapes = [tuple(tensor.shape) for tensor in (old_N, behave_N, mask_N)]
-        raise UsageError(f"old, behave and mask have shapes {shapes}; each needs one value a token")
-    gap_n = (old_N.detach() - behave_N.detach())[mask_N]
+    if not old_N.shape == engine_N.shape == mask_N.shape:
+        shapes = [tuple(tensor.shape) for tensor in (old_N, engine_N, mask_N)]
+        raise UsageError(f"old, engine and mask have shapes {shapes}; each needs one value a token")
+    gap_n = (old_N.detach() - engine_N.detach())[mask_N]
     if not bool(gap_n.isfinite().all()):
         raise UsageError("a log-prob at a loss token is NaN or infinite; check the engine's output")
     rows_B = torch.arange(len(offsets) - 1, device=offsets.device)

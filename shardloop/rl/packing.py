@@ -29,17 +29,8 @@ class Packing:
     one rank."""
 
     ranks: tuple[tuple[Rows, ...], ...]
-    tokens: tuple[int, ...]
-    """Sequence tokens of each rank, padding not counted."""
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def num_micro_batches(self) -> int:
-        """The same on every rank, at least 1: all enter the collectives of a micro-batch."""
-        return len(self.ranks[0])
+    """Micro-batches by rank. Every rank has as many, at least 1: all enter the collectives of a
+    micro-batch."""
 
     def micro_batches(self, rank: int) -> list[Rows]:
         """The micro-batches of `rank` in order; an empty list of rows where it has fewer than the
@@ -70,7 +61,7 @@ def plan_packing(
         raise UsageError(
             f"lengths has the value {min(lengths)}; every sequence needs at least 1 token"
         )
-    shares, tokens = _balance(lengths, num_ranks)
+    shares = _balance(lengths, num_ranks)
     rows = [_first_fit(share, lengths, row_tokens) for share in shares]
     num_micro_batches = max(1, *(-(-len(rank_rows) // rows_per_micro_batch) for rank_rows in rows))
     ranks = tuple(
@@ -80,18 +71,18 @@ def plan_packing(
         )
         for rank_rows in rows
     )
-    return Packing(ranks=ranks, tokens=tuple(tokens))
+    return Packing(ranks=ranks)
 
 
-def _balance(lengths: Sequence[int], num_ranks: int) -> tuple[Rows, list[int]]:
-    """The sequences of each rank, longest first, and the tokens of each rank."""
+def _balance(lengths: Sequence[int], num_ranks: int) -> Rows:
+    """The sequences of each rank, longest first."""
     shares: Rows = [[] for _ in range(num_ranks)]
     loads = [(0, rank) for rank in range(num_ranks)]
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         load, rank = heapq.heappop(loads)
         shares[rank].append(index)
         heapq.heappush(loads, (load + lengths[index], rank))
-    return shares, [sum(lengths[index] for index in share) for share in shares]
+    return shares
 
 
 def _first_fit(share: Sequence[int], lengths: Sequence[int], row_tokens: int) -> Rows:

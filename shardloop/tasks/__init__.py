@@ -1,7 +1,7 @@
 """Streams of questions with train and test sides that share none. Floor 1.
 
-`load_task` is called by `controller.run` and the command line; a task is anything with the methods
-of `shardloop.types.Task`.
+`load_task` is called by `controller.setup`, `controller.sft` and `shardloop eval`; a task is
+anything with the members of `shardloop.types.Task`.
 """
 
 import difflib
@@ -26,23 +26,22 @@ TASKS: dict[str, Callable[[], Task]] = {
 }
 
 
-def load_task(name: str | Path) -> Task:
+def load_task(name: str) -> Task:
     """A built-in task by name, a reasoning-gym generator as `gym:NAME`, or the task in a file.
 
     Raises:
         UsageError: no such task, file or generator, or an extra is missing.
         TaskError: the file's prompts cannot be used.
     """
-    text = str(name)
-    if text in TASKS:
-        return TASKS[text]()
-    if text.startswith("gym:"):
-        return gym_task(text.removeprefix("gym:"))
-    if text.endswith(".jsonl"):
-        return jsonl_task(Path(text))
-    near = difflib.get_close_matches(text, TASKS, n=1)
+    if name in TASKS:
+        return TASKS[name]()
+    if name.startswith("gym:"):
+        return gym_task(name.removeprefix("gym:"))
+    if name.endswith(".jsonl"):
+        return jsonl_task(Path(name))
+    near = difflib.get_close_matches(name, TASKS, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise UsageError(
-        f"task={text!r} is unknown; choose {', '.join(TASKS)}, gym:NAME,"
+        f"task={name!r} is unknown; choose {', '.join(TASKS)}, gym:NAME,"
         f" or a path ending in .jsonl{hint}"
     )

@@ -1,6 +1,7 @@
 """What tasks share: the train/test split, the order of a stream, evaluation prompts. Floor 1.
 
-Called by the tasks beside it, by `controller.rollouts` (streams, stop tokens) and by evaluation.
+Called by the tasks beside it, by the loop (streams) and by `controller.setup` and `shardloop eval`
+(evaluation prompts, stop tokens).
 
 A stream is counter-based: position `i` of `(split, seed)` is a pure function of those three, so a
 resumed run needs no saved generator. One pass over the questions of a split is a keyed permutation
@@ -63,7 +64,6 @@ class FiniteTask(Generic[Q]):
     test: Sequence[Q]
     to_prompt: Callable[[Q], Prompt]
     stop_text: str | None = None
-    """Text that ends an answer besides the tokenizer's stop tokens; see `stop_token_ids`."""
 
     def prompts(self, split: Split, *, seed: int, start: int, count: int) -> Sequence[Prompt]:
         questions = self.test if split == "test" else self.train
@@ -101,7 +101,7 @@ def stop_token_ids(task: Task, tokenizer: Tokenizer) -> tuple[int, ...]:
     Raises:
         TaskError: the text is not one token of this tokenizer, so it cannot stop an engine.
     """
-    text = getattr(task, "stop_text", None)
+    text = task.stop_text
     if text is None:
         return tokenizer.stop_token_ids
     ids = tokenizer.encode(text)

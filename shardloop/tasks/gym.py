@@ -51,6 +51,7 @@ class GymTask:
     name: str
     generator: str
     default_reward: str = "gym"
+    stop_text: str | None = None
 
     def prompts(self, split: Split, *, seed: int, start: int, count: int) -> Sequence[Prompt]:
         return [self._prompt(split, seed, position) for position in range(start, start + count)]

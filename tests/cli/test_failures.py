@@ -1,4 +1,4 @@
-"""What a whole process does when something breaks in the middle: one error, one code, no hang."""
+"""What a run does when something breaks in the middle: one error, one code, no hang."""
 
 import os
 import resource
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardloop.checkpoint import latest_checkpoint
+from shardloop.cli.main import main
 from shardloop.metrics import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,6 +20,8 @@ QUICK = (
     *("--preset", "tiny", "--sft.steps", "2", "--eval.prompts", "8", "--eval.every", "0"),
     *("--grpo.prompts-per-step", "2", "--grpo.samples-per-prompt", "2"),
 )
+REWARDS = "tests.cli.rewards"
+TWO_RANKS = ("--trainer.layout", "fsdp=1", "--engine.layout", "engine:tp=1")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
@@ -88,10 +91,10 @@ def _children_exist(pid: int) -> bool:
     ("reward", "message"), [("returns_nan", "nan"), ("raises", "LookupError: no entry for")]
 )
 def test_a_reward_that_fails_ends_the_run_by_name(
-    tmp_path: Path, reward: str, message: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], reward: str, message: str
 ) -> None:
-    process = start(tmp_path, "--reward", f"tests.cli.rewards:{reward}")
-    code, errors = finish(process)
+    arguments = (*QUICK, *TWO_RANKS, "--out", str(tmp_path), "--reward", f"{REWARDS}:{reward}")
+    code, errors = main(["train", *arguments]), capsys.readouterr().err
     assert code == 3 and message in errors and reward in errors, errors
     assert "Traceback" not in errors
 
@@ -106,7 +109,7 @@ def test_a_killed_rank_is_named_and_the_run_ends(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_saves_the_step_and_the_run_can_go_on(tmp_path: Path) -> None:
-    process = start(tmp_path, "--steps", "5000", "--checkpoint.every", "0")
+    process = start(tmp_path, *TWO_RANKS, "--steps", "5000", "--checkpoint.every", "0")
     root = wait_for_step(tmp_path, 2)
     process.send_signal(signal.SIGINT)
     code, errors = finish(process)
@@ -117,12 +120,14 @@ def test_ctrl_c_saves_the_step_and_the_run_can_go_on(tmp_path: Path) -> None:
     assert newest is not None and newest.name == f"step-{done:06d}"
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_error_and_keeps_the_earlier_checkpoint(tmp_path: Path) -> None:
     def no_large_files() -> None:
-        # The exported start has 0.4 MB, a rank's part of a checkpoint 0.8 MB.
+        # The exported start has 0.4 MB, the checkpoint of one rank 1.6 MB.
         resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000))
 
-    process = start(tmp_path, "--steps", "3", "--checkpoint.every", "2", before=no_large_files)
+    arguments = (*TWO_RANKS, "--steps", "3", "--checkpoint.every", "2")
+    process = start(tmp_path, *arguments, before=no_large_files)
     code, errors = finish(process)
     assert code == 6, errors
     assert "step-000002" in errors and "earlier checkpoints are intact" in errors

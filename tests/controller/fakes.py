@@ -78,7 +78,7 @@ class RowTrainer:
             self.logits_V -= lr * self.logits_V.grad
         norm = self.logits_V.grad.norm().item()
         self.logits_V.grad = None
-        return {"grad_norm": norm, "lr": lr}
+        return {"grad_norm": norm}
 
     def advance_version(self) -> int:
         self.version += 1
@@ -143,6 +143,7 @@ class DigitTask:
 
     name = "digits"
     default_reward = "none"
+    stop_text = None
 
     def prompts(self, split: str, *, seed: int, start: int, count: int) -> list[Prompt]:
         if split != "train":

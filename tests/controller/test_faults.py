@@ -10,7 +10,7 @@ from shardloop.controller.collect import COLLECTORS
 from shardloop.controller.faults import Fault, culprit
 from shardloop.controller.placement import Placement
 from shardloop.errors import PlanError, UsageError, WorkerDied, WorkerError
-from shardloop.parallel.worker import describe
+from shardloop.parallel.failure import describe
 
 
 def _fault(name: str, *, is_echo: bool, at_s: float) -> Fault:
@@ -73,9 +73,9 @@ def test_same_looks_inside_containers_and_tensors() -> None:
 def test_placement_puts_the_engine_behind_the_trainer_or_on_it() -> None:
     apart = Placement.of(trainers=2, engines=3, colocate=False)
     assert apart.roles() == {"trainer": (0, 1), "engine": (2, 3, 4)}
-    assert apart.world_size == 5 and not apart.is_colocated
+    assert apart.world_size == 5
     together = Placement.of(trainers=2, engines=3, colocate=True)
     assert together.roles() == {"trainer": (0, 1), "engine": (0, 1, 2)}
-    assert together.world_size == 3 and together.is_colocated
+    assert together.world_size == 3
     with pytest.raises(UsageError, match="0 trainer ranks and 1 engine ranks"):
         Placement.of(trainers=0, engines=1, colocate=False)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardloop.config import WorkersConfig
 from shardloop.controller.groups import LocalWorkers
 from shardloop.errors import LayoutError, UsageError, WorkerDied, WorkerError, WorkerTimeout
 from tests.harness import run_ranks
@@ -77,10 +78,9 @@ def _meet_in_roles(context: Any) -> dict[str, Any]:
     dist.all_reduce(total)
     out: dict[str, Any] = {"world": total.item(), "threads": torch.get_num_threads()}
     for role in context.roles:
-        group = context.group(role)
-        if group is not None:
+        if context.has(role):
             tensor = torch.tensor([float(context.rank)])
-            dist.all_reduce(tensor, group=group)
+            dist.all_reduce(tensor, group=context.group(role))
             out[role] = (tensor.item(), context.role_rank(role))
     return out
 
@@ -106,7 +106,7 @@ def _wait_until_gone(pids: list[int], timeout_s: float = 10.0) -> list[int]:
 
 @pytest.fixture
 def workers() -> Any:
-    with LocalWorkers({"trainer": (0, 1), "engine": (2,)}, timeout_s=30.0) as made:
+    with LocalWorkers({"trainer": (0, 1), "engine": (2,)}, WorkersConfig(timeout_s=30.0)) as made:
         yield made
     assert _wait_until_gone(list(made.pids().values())) == []
 
@@ -208,7 +208,7 @@ def test_a_rank_that_died_between_calls_is_named_by_the_next_one(workers: LocalW
 
 
 def test_a_hang_is_an_error_that_names_the_silent_ranks_and_where_they_are() -> None:
-    with LocalWorkers({"trainer": (0, 1)}, timeout_s=2.0) as workers:
+    with LocalWorkers({"trainer": (0, 1)}, WorkersConfig(timeout_s=2.0)) as workers:
         group = workers.spawn("part", Part, 1.0, role="trainer")
         with pytest.raises(
             WorkerTimeout, match=r"part\.hang_alone: no answer within 2 s"
@@ -261,7 +261,7 @@ from tests.controller.test_groups import Part
 def main_function(context):
     pass
 
-workers = LocalWorkers({"all": (0, 1)}, timeout_s=60)
+workers = LocalWorkers({"all": (0, 1)})
 group = workers.spawn("part", Part, 1.0, role="all")
 print(*workers.pids().values(), workers.folder, flush=True)
 if sys.argv[1] == "killed":

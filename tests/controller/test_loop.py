@@ -9,9 +9,10 @@ import torch
 
 from shardloop.config import GRPOConfig, OptimConfig, TrainConfig
 from shardloop.controller.loop import Step, evaluate, grpo_steps
+from shardloop.controller.rollouts import Sampler
 from shardloop.errors import RewardError, TaskError, WorkerError
 from shardloop.schedule import learning_rate
-from shardloop.types import Completion, Prompt, Reward, Sampling
+from shardloop.types import Prompt, Reward, Sampling
 from tests.controller.fakes import (
     STOP,
     VOCAB,
@@ -34,28 +35,28 @@ CONFIG = TrainConfig(
 
 
 class World:
-    def __init__(self, engine: RowEngine | None = None) -> None:
+    def __init__(self, engine: RowEngine | None = None, *, context_length: int = 16) -> None:
         self.trainer, self.engine = RowTrainer(), engine or RowEngine()
         self.sync = RowSync(self.trainer, self.engine)
-        self.groups = {
-            "trainer": InProcessGroup(self.trainer),
-            "engine": InProcessGroup(self.engine),
-            "sync": InProcessGroup(self.sync),
-        }
+        self.trainer_group = InProcessGroup(self.trainer)
+        self.sampler = Sampler(
+            engine=InProcessGroup(self.engine),  # type: ignore[arg-type]
+            tokenizer=LetterTokenizer(),
+            sampling=SAMPLING,
+            context_length=context_length,
+        )
 
     def run(
         self, config: TrainConfig = CONFIG, *, stop: int | None = None, **other: Any
     ) -> list[Step]:
-        arguments = {
-            "task": DigitTask(),
-            "reward": share_of_a,
-            "tokenizer": LetterTokenizer(),
-            "sampling": SAMPLING,
-            "context_length": 16,
-        }
-        return list(
-            itertools.islice(grpo_steps(**self.groups, config=config, **(arguments | other)), stop)
+        arguments = {"task": DigitTask(), "reward": share_of_a, "config": config} | other
+        steps = grpo_steps(
+            trainer=self.trainer_group,  # type: ignore[arg-type]
+            sampler=self.sampler,
+            sync=InProcessGroup(self.sync),  # type: ignore[arg-type]
+            **arguments,
         )
+        return list(itertools.islice(steps, stop))
 
 
 def _constant(prompt: Prompt, text: str, *, finished: bool) -> Reward:
@@ -91,7 +92,7 @@ def test_old_is_computed_once_before_all_inner_epochs_which_count_as_one_version
     config = replace(CONFIG, steps=1, grpo=replace(CONFIG.grpo, inner_epochs=3))
     start_V = world.trainer.logits_V.detach().clone()
     [step] = world.run(config)
-    calls = world.groups["trainer"].calls
+    calls = world.trainer_group.calls
     assert calls == ["version", "logprobs", *["forward_backward", "step"] * 3, "advance_version"]
     batch = world.trainer.batches[-1]
     assert batch.old_N is not None
@@ -133,7 +134,7 @@ def test_no_two_samples_of_a_run_share_their_noise() -> None:
 def test_without_signal_no_step_is_made_and_the_weights_stay() -> None:
     world = World()
     steps = world.run(reward=_constant)
-    assert "step" not in world.groups["trainer"].calls
+    assert "step" not in world.trainer_group.calls
     assert torch.equal(world.trainer.logits_V, torch.zeros(VOCAB, dtype=torch.float64))
     assert [step.metrics["update"] for step in steps] == [0] * 6
     assert [step.metrics["zero_signal_fraction"] for step in steps] == [1.0] * 6
@@ -211,7 +212,7 @@ def test_a_reward_that_raises_is_named_with_its_prompt_and_its_error() -> None:
 
 def test_a_prompt_that_does_not_fit_the_context_is_named() -> None:
     with pytest.raises(TaskError, match=r"prompt '0/10' has 2 tokens.*max_tokens=3.*context of 4"):
-        World().run(context_length=4)
+        World(context_length=4).run()
 
 
 @pytest.mark.parametrize(
@@ -234,23 +235,14 @@ def test_a_missing_completion_is_refused() -> None:
         world.run()
 
 
-def test_evaluation_gives_the_mean_of_each_prompt_and_counts_full_rewards() -> None:
-    engine = RowEngine()
-    engine.logits_V[1] = 5.0
-    prompts = [Prompt(uid="x", text="1"), Prompt(uid="y", text="2")]
+def test_evaluation_gives_the_greedy_reward_of_each_prompt() -> None:
+    world = World()
+    world.engine.logits_V[1] = 1.0
 
     def a_on_x(prompt: Prompt, text: str, *, finished: bool) -> float:
         return float(text == "aaa") if prompt.uid == "x" else 0.5
 
-    result = evaluate(
-        engine=InProcessGroup(engine),  # type: ignore[arg-type]
-        prompts=prompts,
-        reward=a_on_x,
-        tokenizer=LetterTokenizer(),
-        sampling=replace(SAMPLING, temperature=0.0),
-        context_length=16,
-        samples_per_prompt=2,
-    )
-    assert result.means == {"x": 1.0, "y": 0.5}
-    assert result.mean == 0.75 and result.num_successes == 2
-    assert all(isinstance(c, Completion) for c in engine.generate(engine.requests))
+    prompts = [Prompt(uid="x", text="1"), Prompt(uid="y", text="2")]
+    result = evaluate(world.sampler.at(0.0), prompts, reward=a_on_x)
+    assert result.rewards == {"x": 1.0, "y": 0.5}
+    assert [sample.text for sample in result.samples] == ["aaa", "aaa"]

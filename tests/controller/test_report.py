@@ -12,15 +12,12 @@ import pytest
 
 from shardloop.config import TrainConfig, to_dict
 from shardloop.controller.curve import draw_curve, moving_mean
-from shardloop.controller.intervals import (
-    before_and_after,
-    eval_interval,
-    reward_fields,
-    t_interval,
-)
+from shardloop.controller.evals import before_and_after, eval_interval, reward_fields
 from shardloop.controller.report import seeds_report, write_report
 from shardloop.controller.rundir import RunFolder
-from shardloop.errors import UsageError
+from shardloop.errors import CheckpointError, UsageError
+from shardloop.intervals import t_interval
+from shardloop.metrics import append_jsonl
 from shardloop.presets import PRESETS
 
 
@@ -134,6 +131,23 @@ def test_seeds_are_summed_up_by_mean_and_student_interval(tmp_path: Path) -> Non
     assert rows[-1][2] == str(t_interval(afters))
     assert len({len(line) for line in lines}) == 1
     assert len(seeds_report(roots[:1]).splitlines()) == 3
+
+
+def test_what_cannot_be_written_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    folder = RunFolder(make_run(tmp_path / "run"))
+
+    for path, in_the_way, write in (
+        (folder.curve, folder.curve, lambda: write_report(folder)),
+        (folder.report, folder.report, lambda: write_report(folder)),
+        (folder.metrics, folder.metrics.with_suffix(".tmp"), lambda: folder.forget_after(10)),
+        (folder.manifest, folder.manifest, lambda: folder.write_manifest(PRESETS["tiny"], {})),
+        (folder.evals, folder.evals, lambda: append_jsonl(folder.evals, {"step": 40})),
+    ):
+        in_the_way.unlink(missing_ok=True)
+        in_the_way.mkdir()
+        with pytest.raises(CheckpointError, match=f"cannot write {path}: .*directory"):
+            write()
+        in_the_way.rmdir()
 
 
 def test_runs_of_other_settings_are_not_averaged(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from shardloop.config import (
     WorkersConfig,
 )
 from shardloop.controller.events import Evaluated, Event, Progress
-from shardloop.controller.run import train
+from shardloop.controller.run import has_start, train
 from shardloop.controller.rundir import RunFolder, create_run_folder
 from shardloop.errors import Interrupted
 from shardloop.metrics import read_jsonl
@@ -86,6 +87,17 @@ def test_the_export_is_the_trained_policy(whole_run: tuple[RunFolder, list[Event
     end = hf.load_model(folder.export, dtype=torch.float32).state_dict()
     assert start.keys() == end.keys()
     assert not torch.equal(start["model.norm.weight"], end["model.norm.weight"])
+
+
+def test_a_start_without_its_weights_is_no_start(
+    whole_run: tuple[RunFolder, list[Event]], tmp_path: Path
+) -> None:
+    """An export that was cut off leaves all files but the weights, which come last."""
+    assert has_start(whole_run[0])
+    folder = RunFolder(tmp_path)
+    shutil.copytree(whole_run[0].start, folder.start)
+    (folder.start / hf.WEIGHTS_FILE).unlink()
+    assert folder.start.exists() and not has_start(folder)
 
 
 def test_a_stopped_and_resumed_run_equals_one_that_went_through(

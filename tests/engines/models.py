@@ -9,14 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from shardloop import hf
 from shardloop.engines.local import LocalEngine
@@ -24,18 +16,10 @@ from shardloop.families import canonical_model
 from shardloop.layout import make_layout
 from shardloop.model import SingleProcess, TensorParallel
 from shardloop.types import Request, SampleId, Sampling
+from tests.models import make_folder
 
 VOCAB = 37
 CONTEXT = 64
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": CONTEXT,
-}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -44,14 +28,14 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
-    "llama-tied": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True}),
-    "llama3-rope": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LLAMA3_ROPE}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
-    "qwen2-tied": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
-    "qwen3-tied": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16, "tie_word_embeddings": True}),
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama", "tied": False},
+    "llama-tied": {"family": "llama", "tied": True},
+    "llama3-rope": {"family": "llama", "tied": False, "rope_parameters": LLAMA3_ROPE},
+    "qwen2": {"family": "qwen2", "tied": False},
+    "qwen2-tied": {"family": "qwen2", "tied": True},
+    "qwen3": {"family": "qwen3", "tied": False, "head_dim": 16},
+    "qwen3-tied": {"family": "qwen3", "tied": True, "head_dim": 16},
 }
 
 
@@ -62,15 +46,8 @@ _HOME = TemporaryDirectory(prefix="shardloop-models-")
 @cache
 def model_folder(kind: str, seed: int = 0) -> Path:
     """A tiny model with random weights, norms and biases too, in Hugging Face format."""
-    config_type, model_type, extra = KINDS[kind]
-    torch.manual_seed(seed)
-    model = model_type(config_type(**SIZES, **extra))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.2 * torch.randn_like(parameter)
     folder = Path(_HOME.name) / f"{kind}-{seed}"
-    model.save_pretrained(folder)
-    return folder
+    return make_folder(folder, seed=seed, std=0.2, vocab_size=VOCAB, **KINDS[kind])
 
 
 def transformers_model(

@@ -283,8 +283,8 @@ def test_a_state_dict_that_does_not_fit_is_refused_with_all_faults():
         "4 faults",
         "lm_head.weight differs from the embedding",
         "missing: model.norm.weight",
-        "unknown: model.layers.0.extra.weight",
-        "up_proj.weight has shape (2, 2), the model (48, 32)",
+        "unexpected: model.layers.0.extra.weight",
+        "mlp.up_proj.weight is (2, 2), it must be (48, 32)",
     ):
         assert fault in str(caught.value)
 

@@ -13,6 +13,16 @@ from hypothesis import strategies as st
 from shardloop.families import CanonicalModel, canonical_model
 
 Arrays = dict[str, np.ndarray[Any, Any]]
+LARGE = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+}
+"""The sizes of a 70B model."""
 
 
 def tiny_config(model_type: str = "llama", **sizes: Any) -> dict[str, Any]:

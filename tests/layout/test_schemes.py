@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardloop.errors import LayoutError
-from shardloop.layout import Layout, make_layout
+from shardloop.layout import Layout, box_of, make_layout
 from tests.layout.reference import Arrays, expected_local, labels, models, specs, tiny_model
 
 
@@ -16,9 +16,9 @@ def from_pieces(layout: Layout, rank: int, full: Arrays) -> Arrays:
     """Fill a rank's tensors through its pieces; what no piece covers stays 0."""
     local = {name: np.zeros(shape, int) for name, shape in layout.local_shapes(rank).items()}
     for piece in layout.pieces(rank):
-        place = local[piece.local_name][tuple(slice(*run) for run in piece.local_box)]
+        place = box_of(local[piece.local_name], piece.local_box)
         assert (place == 0).all(), f"{piece} overlaps another piece"
-        place[...] = full[piece.name][tuple(slice(*run) for run in piece.box)]
+        place[...] = box_of(full[piece.name], piece.box)
     return local
 
 

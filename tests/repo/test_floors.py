@@ -70,8 +70,8 @@ def test_only_the_controller_may_import_ray() -> None:
     assert {name for name in importers("ray") if homes(name) != [4]} == set()
 
 
-def test_transformers_stays_behind_one_module() -> None:
-    assert importers("transformers") == {"shardloop.hf"}
+def test_transformers_stays_behind_one_package() -> None:
+    assert all(within(name, ("shardloop.hf",)) for name in importers("transformers"))
 
 
 def test_words_and_planning_import_no_torch() -> None:
@@ -83,7 +83,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     assert loaded_by("import shardloop").isdisjoint(HEAVY)
 
 
-@pytest.mark.parametrize("module", ["types", "errors", "config", "metrics", "presets"])
+@pytest.mark.parametrize("module", ["types", "errors", "config", "metrics", "intervals", "presets"])
 def test_words_load_nothing_heavy(module: str) -> None:
     assert loaded_by(f"import shardloop.{module}").isdisjoint(HEAVY)
 

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.run_mutants import MutantError, apply_patch, read_mutant, run_mutants
+from tests.run_mutants import (
+    PATCHES,
+    ROOT,
+    MutantError,
+    apply_patch,
+    read_mutant,
+    run_mutants,
+)
 
 SOURCE = "def double(x):\n    return 2 * x\n"
 TEST = """\
@@ -49,49 +56,55 @@ def tree(tmp_path: Path) -> Path:
     return root
 
 
-def patch_of(tree: Path, *tests: str, diff: str = DIFF) -> Path:
-    path = tree.parent / "mutant.patch"
+def patch_of(tree: Path, *tests: str, name: str = "mutant", diff: str = DIFF) -> Path:
+    path = tree.parent / f"{name}.patch"
     path.write_text("".join(f"# kills: {test}\n" for test in tests) + diff)
     return path
 
 
-def verdicts(tree: Path, patch: Path) -> list[str]:
-    return [outcome.verdict for outcome in run_mutants(tree, [patch], jobs=1)]
+@pytest.mark.parametrize("patch", sorted(PATCHES.glob("*.patch")), ids=lambda path: path.stem)
+def test_every_patch_fits_the_code_and_names_tests_that_exist(patch: Path) -> None:
+    mutant = read_mutant(patch)
+    apply_patch(mutant, ROOT, "--check")
+    for test in mutant.tests:
+        path, name = test.split("::")
+        assert f"def {name}(" in (ROOT / path).read_text(), test
 
 
-def test_mutant_that_its_test_notices_is_killed(tree: Path) -> None:
-    assert verdicts(tree, patch_of(tree, STRONG)) == ["killed"]
-
-
-def test_mutant_that_passes_its_test_is_a_survivor(tree: Path) -> None:
-    assert verdicts(tree, patch_of(tree, WEAK)) == ["survived"]
-
-
-def test_every_named_test_has_to_notice(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert verdicts(tree, patch_of(tree, STRONG, WEAK)) == ["survived"]
-    assert f"not noticed by {WEAK}" in capsys.readouterr().out
-
-
-def test_patch_that_breaks_the_import_is_an_error_not_a_kill(tree: Path) -> None:
+def test_a_mutant_is_killed_when_every_test_it_names_notices(
+    tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     broken = DIFF.replace("+    return 3 * x", "+    return 3 *")
-    assert verdicts(tree, patch_of(tree, STRONG, diff=broken)) == ["error"]
-
-
-def test_stale_patch_is_an_error(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tree / "shardloop/sums.py").write_text(SOURCE.replace("2 * x", "x * 2"))
-    assert verdicts(tree, patch_of(tree, STRONG)) == ["error"]
-    assert "no longer applies" in capsys.readouterr().out
+    stale = DIFF.replace("-    return 2 * x", "-    return x * 2")
+    patches = [
+        patch_of(tree, STRONG, name="strong"),
+        patch_of(tree, WEAK, name="weak"),
+        patch_of(tree, STRONG, WEAK, name="both"),
+        patch_of(tree, STRONG, name="broken import", diff=broken),
+        patch_of(tree, STRONG, name="stale", diff=stale),
+    ]
+    outcomes = {o.mutant.name: o for o in run_mutants(tree, patches, jobs=2)}
+    assert {name: outcome.verdict for name, outcome in outcomes.items()} == {
+        "strong": "killed",
+        "weak": "survived",
+        "both": "survived",
+        "broken import": "error",
+        "stale": "error",
+    }
+    assert outcomes["both"].detail == f"not noticed by {WEAK}"
+    assert "no longer applies" in outcomes["stale"].detail
+    assert outcomes["both"].detail in capsys.readouterr().out
 
 
 def test_named_test_that_fails_anyway_is_refused(tree: Path) -> None:
     (tree / "tests/test_sums.py").write_text(TEST.replace("== 6", "== 7"))
     with pytest.raises(MutantError, match="do not pass on the code as it is"):
-        verdicts(tree, patch_of(tree, STRONG))
+        run_mutants(tree, [patch_of(tree, STRONG)], jobs=1)
 
 
 def test_unknown_test_is_refused(tree: Path) -> None:
     with pytest.raises(MutantError, match="do not pass on the code as it is"):
-        verdicts(tree, patch_of(tree, "tests/test_sums.py::test_gone"))
+        run_mutants(tree, [patch_of(tree, "tests/test_sums.py::test_gone")], jobs=1)
 
 
 def test_patch_without_header_is_refused(tree: Path) -> None:

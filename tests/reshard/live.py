@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from shardloop.families import CanonicalModel, canonical_model
-from shardloop.layout import Layout, make_layout
-from shardloop.reshard.bind import piece_view
+from shardloop.layout import Layout, box_of, make_layout
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",
@@ -43,8 +42,8 @@ def cut(
     """The local tensors of a rank: what a transfer must produce; padding is 0."""
     local = empty(layout, rank, dtype=dtype)
     for piece in layout.pieces(rank):
-        box = tuple(slice(lo, hi) for lo, hi in piece.box)
-        piece_view(piece, local[piece.local_name]).copy_(state[piece.name][box])
+        source = box_of(state[piece.name], piece.box)
+        box_of(local[piece.local_name], piece.local_box).copy_(source)
     return local
 
 

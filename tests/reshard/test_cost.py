@@ -10,7 +10,7 @@ from shardloop.families import canonical_model
 from shardloop.layout import make_layout
 from shardloop.reshard.cost import cost
 from shardloop.reshard.plan import Plan, plan_reshard
-from tests.layout.reference import labels, tiny_model
+from tests.layout.reference import LARGE, labels, tiny_model
 from tests.reshard.simulate import expected_tensors, planned, source_tensors
 from tests.reshard.test_laws import plans, random_plans
 
@@ -62,17 +62,7 @@ def test_replicas_share_the_sending() -> None:
 
 
 def test_every_shard_of_a_70b_model_sends_the_same() -> None:
-    model = canonical_model(
-        {
-            "model_type": "llama",
-            "vocab_size": 128256,
-            "hidden_size": 8192,
-            "intermediate_size": 28672,
-            "num_hidden_layers": 80,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-        }
-    )
+    model = canonical_model(LARGE)
     plan = plan_reshard(make_layout(model, "fsdp=64"), make_layout(model, "engine:tp=8"))
     counted = cost(plan, itemsize=2)
     assert counted.wire_bytes == pytest.approx(141e9, rel=0.01)

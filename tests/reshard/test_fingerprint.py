@@ -22,7 +22,11 @@ def shards_of(layout: Layout, state: Mapping[str, Tensor], dtype: torch.dtype) -
 
 
 def fingerprints(layout: Layout, shards: Shards, dtype: torch.dtype) -> Tensor:
-    parts = [local_fingerprints(layout, r, t, dtype=dtype) for r, t in enumerate(shards)]
+    copies = find_copies(layout)
+    parts = [
+        local_fingerprints(layout, rank, tensors, dtype=dtype, copies=copies)
+        for rank, tensors in enumerate(shards)
+    ]
     return torch.stack(parts).sum(0)
 
 

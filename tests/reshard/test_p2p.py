@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardloop.errors import WorkerDied
-from shardloop.parallel.worker import RankContext
+from shardloop.parallel.context import RankContext
 from shardloop.reshard import p2p
 from shardloop.reshard.buckets import Lane, flat_range
 from shardloop.reshard.cost import cost
@@ -187,7 +187,7 @@ def _broken_receiver(context: RankContext, how: str, folder: str) -> None:
         if context.rank == 2 and count == 3:
             if how == "dies":
                 os._exit(9)
-            time.sleep(5.0)
+            time.sleep(1.5)
         plain(*args)
 
     p2p.unpack = unpack
@@ -201,13 +201,13 @@ def _broken_receiver(context: RankContext, how: str, folder: str) -> None:
             dtype=torch.bfloat16,
             group=dist.group.WORLD,
             bucket_bytes=64,
-            timeout_s=2.0 if how == "hangs" else 20.0,
+            timeout_s=0.5 if how == "hangs" else 20.0,
         )
     )
     seen = json.dumps([error, time.monotonic() - start])
     Path(folder, f"{context.rank}.json").write_text(seen)
     if how == "hangs":
-        time.sleep(max(0.0, 5.5 - (time.monotonic() - start)))
+        time.sleep(max(0.0, 2.0 - (time.monotonic() - start)))
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from shardloop.errors import PlanError
-from shardloop.families import Dim, TensorClass, canonical_model
-from shardloop.families.base import LAYER_PREFIX
+from shardloop.families import canonical_model
+from shardloop.families.base import LAYER_PREFIX, Dim, TensorClass
 from shardloop.layout import make_layout
 from shardloop.reshard.inprocess import execute_inprocess
 from shardloop.reshard.plan import plan_reshard
 from shardloop.reshard.verify import verify
-from tests.layout.reference import labels, tiny_model
+from tests.layout.reference import LARGE, labels, tiny_model
 from tests.reshard.simulate import empty_tensors, planned, resharded, source_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,15 +33,6 @@ SMOL = {
     "num_attention_heads": 9,
     "num_key_value_heads": 3,
     "tie_word_embeddings": True,
-}
-LARGE = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
 }
 
 
@@ -105,17 +96,6 @@ def test_ranks_outside_the_plan_have_nothing_to_do() -> None:
     assert plan.sends(3) == plan.receives(3) == plan.receives(4) == plan.sends(7) == []
 
 
-def test_the_choice_of_a_replica_does_not_depend_on_the_order_of_tensors() -> None:
-    model = tiny_model("qwen2", num_hidden_layers=4)
-    reordered = replace(model, classes=model.classes[::-1])
-    a, b = planned(model, "dp=3", "engine:tp=2"), planned(reordered, "dp=3", "engine:tp=2")
-    assert a.digest == b.digest
-    assert len({t.src_rank for t in a.receives(3)}) == 3
-    for rank in a.ranks:
-        assert a.sends(rank) == b.sends(rank)
-        assert a.receives(rank) == b.receives(rank)
-
-
 def test_padding_does_not_leak_into_an_export() -> None:
     model = tiny_model(vocab_size=10)
     full, plan = labels(model), planned(model, "engine:tp=4", "fsdp=1")
@@ -149,10 +129,10 @@ def test_local_shapes_that_do_not_fit_are_all_listed() -> None:
     with pytest.raises(PlanError) as error:
         execute_inprocess(verify(plan), src, dst)
     for fault in (
-        "source rank 1 has no model.norm.weight",
+        "source rank 1: missing: model.norm.weight of shape (10,)",
         "source rank 9 is not in the layout",
-        "destination rank 2: unknown spare",
-        "destination rank 3: model.norm.weight has shape (3,), expected (20,)",
+        "destination rank 2: unexpected: spare of shape (1,)",
+        "destination rank 3: shape of model.norm.weight is (3,), it must be (20,)",
     ):
         assert fault in str(error.value)
 
@@ -198,15 +178,12 @@ def test_a_pickled_plan_is_the_same_plan() -> None:
         assert again.receives(rank) == plan.receives(rank)
 
 
-def test_summary_is_json_and_text_names_layouts_and_flows() -> None:
+def test_summary_is_json() -> None:
     plan = planned(tiny_model(), "fsdp=2", "engine:tp=2")
     summary = json.loads(json.dumps(plan.summary()))
     assert summary["src"] == "fsdp=2" and summary["dst_ranks"] == [2, 3]
     assert summary["digest"] == plan.digest
     assert {flow["key"] for flow in summary["flows"]} == set(plan.src.model.class_of)
-    text = str(plan)
-    assert text.startswith("reshard fsdp=2 on ranks 0..1 -> engine:tp=2 on ranks 2..3")
-    assert all(flow.key in text for flow in plan.flows)
 
 
 def test_equal_cuts_share_their_joins_whatever_the_number_of_layers() -> None:

@@ -10,9 +10,10 @@ from torch import Tensor
 from shardloop import weight_sync
 from shardloop.errors import ModelError
 from shardloop.layout import Layout
-from shardloop.parallel.worker import RankContext
+from shardloop.parallel.context import RankContext
 from shardloop.reshard.cost import cost
 from shardloop.reshard.plan import plan_reshard
+from shardloop.reshard.verify import Proof, verify
 from shardloop.weight_sync import WeightSync
 from tests.harness import run_ranks
 from tests.reshard.live import assert_same, cut, empty, error_of, layouts, random_state
@@ -87,10 +88,7 @@ def _updates(context: RankContext, case: tuple[Any, ...]) -> list[tuple[int, int
     sync = WeightSync(
         trainer,
         engine,
-        src=src,
-        dst=dst,
-        src_ranks=src_ranks,
-        dst_ranks=dst_ranks,
+        proof=verify(plan_reshard(src, dst, src_ranks=src_ranks, dst_ranks=dst_ranks)),
         group=dist.group.WORLD,
         dtype=BF16,
         bucket_bytes=500,
@@ -128,14 +126,14 @@ def _faulty_updates(context: RankContext) -> dict[str, Any]:
     trainer, engine = _roles(context.rank, src, dst, src_ranks, dst_ranks)
     seen: dict[str, Any] = {}
 
+    def proof(src: Layout, dst: Layout) -> Proof:
+        return verify(plan_reshard(src, dst, src_ranks=src_ranks, dst_ranks=dst_ranks))
+
     def make(**changes: Any) -> WeightSync:
         settings: dict[str, Any] = {
             "trainer": trainer,
             "engine": engine,
-            "src": src,
-            "dst": dst,
-            "src_ranks": src_ranks,
-            "dst_ranks": dst_ranks,
+            "proof": proof(src, dst),
             "group": dist.group.WORLD,
             "dtype": BF16,
             "timeout_s": 5.0,
@@ -146,10 +144,11 @@ def _faulty_updates(context: RankContext) -> dict[str, Any]:
         seen[what] = (error_of(call), engine.version if engine else None)
 
     other = layouts("fsdp=2", "engine:tp=2")[0] if context.rank == 1 else src
-    note("other plan", lambda: make(src=other))
+    note("other plan", lambda: make(proof=proof(other, dst)))
     note("no role", lambda: make(trainer=None))
-    small = layouts("dp=2", "engine:tp=2", vocab_size=48)[1] if context.rank == 3 else dst
-    note("other model on one rank", lambda: make(dst=small))
+    changes = {"vocab_size": 48} if context.rank == 3 else {}
+    other_model = proof(*layouts("dp=2", "engine:tp=2", **changes))
+    note("other model on one rank", lambda: make(proof=other_model))
     sync = make()
     note("good", lambda: sync.sync(1))
     note("other version on one rank", lambda: sync.sync(2 if context.rank == 2 else 1))
@@ -200,7 +199,7 @@ def test_every_fault_is_an_error_on_every_rank_and_no_engine_generates_from_it()
         for what, culprits, text in (
             ("other plan", (1,), ("the ranks disagree", "the ranks disagree")),
             ("no role", (0, 1), ("ranks [0, 1] refused", "passed trainer=None")),
-            ("other model on one rank", (3,), ("ranks [3] refused", "not the same model")),
+            ("other model on one rank", (3,), ("the ranks disagree", "the ranks disagree")),
         ):
             (kind, message), version = seen[what]
             assert kind == "PlanError"

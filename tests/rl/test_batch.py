@@ -42,7 +42,7 @@ def test_rows_hold_prompt_and_completion_as_they_were_sampled() -> None:
     assert batch.token_ids_N.tolist() == [7, 0, 2, 5, 6, 0, 2, 2, 2, 2]
     assert batch.offsets.tolist() == [0, 7, 10]
     assert batch.loss_mask_N.tolist() == [False] * 3 + [True] * 4 + [False] + [True] * 2
-    assert (batch.num_rows, batch.lengths, batch.num_loss_tokens) == (2, [7, 3], 6)
+    assert (batch.lengths, batch.num_loss_tokens) == ([7, 3], 6)
 
 
 def test_values_lie_on_loss_tokens_and_are_zero_elsewhere() -> None:

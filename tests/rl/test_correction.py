@@ -45,13 +45,13 @@ def slow_weights(gap_N: Tensor, kind: Kind, cap: float) -> list[float]:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", ["none", "token", "sequence", "geometric"])
 def test_weights_equal_the_slow_formula(seed: int, kind: Kind) -> None:
-    old_N, behave_N = torch.randn(
+    old_N, engine_N = torch.randn(
         2, 7, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     )
     correction = truncated_weights(
-        old_N, behave_N, kind=kind, cap=1.5, mask_N=MASK, offsets=OFFSETS
+        old_N, engine_N, kind=kind, cap=1.5, mask_N=MASK, offsets=OFFSETS
     )
-    expected = torch.tensor(slow_weights(old_N - behave_N, kind, 1.5), dtype=torch.float64)
+    expected = torch.tensor(slow_weights(old_N - engine_N, kind, 1.5), dtype=torch.float64)
     torch.testing.assert_close(correction.weights_N, expected)
 
 
@@ -91,10 +91,10 @@ def test_weights_never_exceed_the_cap_and_overflow_is_no_exception(kind: Kind) -
 
 
 def test_masked_values_change_nothing() -> None:
-    old_N, behave_N = torch.randn(2, 7, generator=torch.Generator().manual_seed(0))
-    poisoned_N = torch.where(MASK, behave_N, torch.nan)
+    old_N, engine_N = torch.randn(2, 7, generator=torch.Generator().manual_seed(0))
+    poisoned_N = torch.where(MASK, engine_N, torch.nan)
     arguments = {"kind": "sequence", "cap": 2.0, "mask_N": MASK, "offsets": OFFSETS}
-    clean = truncated_weights(old_N, behave_N, **arguments)  # type: ignore[arg-type]
+    clean = truncated_weights(old_N, engine_N, **arguments)  # type: ignore[arg-type]
     dirty = truncated_weights(old_N, poisoned_N, **arguments)  # type: ignore[arg-type]
     assert torch.equal(clean.weights_N, dirty.weights_N)
     assert (clean.ess, clean.gap_mean, clean.gap_max) == (dirty.ess, dirty.gap_mean, dirty.gap_max)

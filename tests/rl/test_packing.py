@@ -41,14 +41,13 @@ def test_every_sequence_lies_in_exactly_one_row_of_one_rank(seed: int) -> None:
     placed = list(chain.from_iterable(indices(packing, rank) for rank in range(num_ranks)))
     assert sorted(placed) == list(range(len(lengths)))
     for rank in range(num_ranks):
-        micro_batches = packing.micro_batches(rank)
-        assert packing.tokens[rank] == sum(lengths[index] for index in indices(packing, rank))
-        for rows in micro_batches:
+        for rows in packing.micro_batches(rank):
             assert len(rows) <= rows_per_micro_batch
             assert all(
                 len(row) == 1 or sum(lengths[index] for index in row) <= row_tokens for row in rows
             )
-    assert max(packing.tokens) - min(packing.tokens) <= max(lengths, default=0)
+    loads = [sum(lengths[index] for index in indices(packing, rank)) for rank in range(num_ranks)]
+    assert max(loads) - min(loads) <= max(lengths, default=0)
 
 
 @pytest.mark.parametrize("lengths", [[], [3], [40, 39, 38], [40] + [1] * 30])
@@ -58,8 +57,7 @@ def test_every_rank_has_the_same_number_of_micro_batches(
 ) -> None:
     packing = plan_packing(lengths, row_tokens=4, rows_per_micro_batch=2, num_ranks=num_ranks)
     counts = [len(packing.micro_batches(rank)) for rank in range(num_ranks)]
-    assert counts == [packing.num_micro_batches] * num_ranks
-    assert packing.num_micro_batches >= 1
+    assert len(set(counts)) == 1 and counts[0] >= 1
 
 
 def test_the_plan_depends_on_nothing_but_its_arguments() -> None:

@@ -23,7 +23,7 @@ def numbered(count: int, **fields: Any) -> list[dict[str, Any]]:
 
 
 def load(path: Path) -> FiniteTask[Any]:
-    task = load_task(path)
+    task = load_task(str(path))
     assert isinstance(task, FiniteTask)
     return task
 
@@ -94,7 +94,7 @@ GOOD = {"prompt": "p", "answer": "a", "split": "train"}
 def test_a_fault_names_file_and_line(tmp_path: Path, line: Any, what: str) -> None:
     path = write(tmp_path, GOOD, "", line)
     with pytest.raises(TaskError, match=what) as caught:
-        load_task(path)
+        load_task(str(path))
     assert str(caught.value).startswith(f"{path}:3: ")
 
 
@@ -102,7 +102,7 @@ def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
     path = tmp_path / "latin.jsonl"
     path.write_bytes(b'{"prompt": "\xe9", "answer": "a"}\n')
     with pytest.raises(TaskError, match=r"latin\.jsonl:1: not a JSON object: 'utf-8' codec"):
-        load_task(path)
+        load_task(str(path))
 
 
 def test_a_line_separator_inside_text_does_not_end_a_line(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_line_separator_inside_text_does_not_end_a_line(tmp_path: Path) -> Non
 def test_two_prompts_under_one_uid_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path, {**GOOD, "uid": "u"}, {**GOOD, "prompt": "q", "uid": "u"})
     with pytest.raises(TaskError, match=f":2: uid='u' names another prompt at {path}:1"):
-        load_task(path)
+        load_task(str(path))
 
 
 @pytest.mark.parametrize("text", ["", "\n\n"])
@@ -125,19 +125,19 @@ def test_an_empty_file_has_no_prompts(tmp_path: Path, text: str) -> None:
     path = tmp_path / "empty.jsonl"
     path.write_text(text)
     with pytest.raises(TaskError, match=r"empty\.jsonl: no prompts in it"):
-        load_task(path)
+        load_task(str(path))
 
 
 @pytest.mark.parametrize(("split", "empty"), [("train", "test"), ("test", "train")])
 def test_a_side_without_prompts_is_refused(tmp_path: Path, split: str, empty: str) -> None:
     path = write(tmp_path, *numbered(3, split=split))
     with pytest.raises(TaskError, match=f"none of its 3 prompts is in the {empty} split"):
-        load_task(path)
+        load_task(str(path))
 
 
 def test_a_missing_file_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"absent\.jsonl cannot be read: No such file"):
-        load_task(tmp_path / "absent.jsonl")
+        load_task(str(tmp_path / "absent.jsonl"))
 
 
 def test_an_unknown_task_names_the_nearest() -> None:

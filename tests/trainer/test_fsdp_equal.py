@@ -14,12 +14,13 @@ import torch
 
 from shardloop import hf
 from shardloop.config import GRPOConfig, OptimConfig, TrainerConfig
+from shardloop.parallel.context import RankContext
 from shardloop.parallel.fsdp import full_tensor
-from shardloop.parallel.worker import RankContext
 from shardloop.rl.batch import Batch
 from shardloop.trainer import Trainer
 from tests.harness import run_ranks
-from tests.trainer.folders import make_folder, make_random_batch
+from tests.models import make_folder
+from tests.trainer.batches import make_random_batch
 
 OPTIM = OptimConfig(lr=0.01, max_grad_norm=0.5, weight_decay=0.1)
 GRPO = GRPOConfig(kl_coef=0.3)
@@ -123,6 +124,7 @@ def trainer_runs(
         ("fsdp=1", 1, PACKINGS),
         ("fsdp=2", 2, PACKINGS),
         ("fsdp=3", 3, PACKINGS[1:2]),
+        ("dp=2", 2, PACKINGS[1:2]),
         ("dp=2,fsdp=2", 4, PACKINGS[1:2]),
     ],
 )

@@ -10,7 +10,8 @@ from torch import nn
 from shardloop import hf
 from shardloop.policy import Policy
 from shardloop.rl.packing import pack, plan_packing
-from tests.trainer.folders import make_folder, make_random_batch
+from tests.models import make_folder
+from tests.trainer.batches import make_random_batch
 
 
 def score_packed(policy: Policy, batch, *, row_tokens: int, rows: int) -> torch.Tensor:

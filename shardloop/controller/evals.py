@@ -1,7 +1,7 @@
-"""How sure a measurement is: intervals over prompts and over seeds. Floor 4.
+"""Records of held-out evaluations: what a line of evals.jsonl says, and how sure it is. Floor 4.
 
-`reward_fields` is called where an evaluation is recorded (`controller.run`), the rest by the report
-and the curve.
+`reward_fields` is called where an evaluation is recorded (`controller.run`, `shardloop eval`), the
+rest by the report and the curve.
 """
 
 import math
@@ -9,17 +9,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardloop.metrics import Interval, wilson_interval
+from shardloop.intervals import Z_95, Interval, wilson_interval
 
 Record = Mapping[str, Any]
-
-Z_95 = 1.96
-# Two-sided 95 % quantiles of Student's t for 1 to 30 degrees of freedom.
-T_95 = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
-    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
-)
+"""A line of metrics.jsonl or evals.jsonl."""
 
 
 def reward_fields(measure: str, rewards: Sequence[float]) -> dict[str, float | None]:
@@ -51,20 +44,6 @@ def eval_interval(record: Record, measure: str) -> Interval | None:
         return wilson_interval(mean * num_prompts, num_prompts)
     std = record[f"{measure}_std"]
     half = math.inf if std is None else Z_95 * std / math.sqrt(num_prompts)
-    return Interval(mean, mean - half, mean + half)
-
-
-def t_interval(values: Sequence[float]) -> Interval:
-    """95 % interval of the mean of a few independent runs, by Student's t.
-
-    Raises:
-        ValueError: fewer than two values have no spread.
-    """
-    if len(values) < 2:
-        raise ValueError(f"{len(values)} value; an interval over seeds needs 2 or more")
-    quantile = T_95[min(len(values) - 1, len(T_95)) - 1]
-    mean = statistics.fmean(values)
-    half = quantile * statistics.stdev(values) / math.sqrt(len(values))
     return Interval(mean, mean - half, mean + half)
 
 

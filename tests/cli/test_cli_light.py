@@ -1,5 +1,6 @@
 """The door answers without opening the house: version, help and mistakes need no torch."""
 
+import os
 import subprocess
 import sys
 
@@ -48,3 +49,13 @@ def test_module_and_command_are_the_same_door() -> None:
     command = [sys.executable, "-m", "shardloop", "--version"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == shardloop_command("--version").stdout
+
+
+def test_a_reader_that_has_gone_ends_the_command_without_a_word() -> None:
+    """As in `shardloop --help | head -1`."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "shardloop", "--help"]
+    done = subprocess.run(command, cwd=ROOT, stdout=write_end, stderr=subprocess.PIPE, text=True)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, "")

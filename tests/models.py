@@ -1,4 +1,4 @@
-"""Tiny random model folders and batches for the tests of the trainer and for their ranks."""
+"""Tiny random model folders, for the tests of every room and for their ranks."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM
-
-from shardloop.rl.batch import Batch
 
 VOCAB = 33
 SIZES = {
@@ -30,7 +28,13 @@ TEMPLATE = (
 
 
 def make_folder(
-    path: Path, family: str = "qwen3", *, tied: bool = True, seed: int = 0, **sizes: Any
+    path: Path,
+    family: str = "qwen3",
+    *,
+    tied: bool = True,
+    seed: int = 0,
+    std: float = 0.3,
+    **sizes: Any,
 ) -> Path:
     """A random model with a one-letter tokenizer: <s>, </s>, then letters."""
     torch.manual_seed(seed)
@@ -39,7 +43,7 @@ def make_folder(
     with torch.no_grad():
         for parameter in model.parameters():
             # Larger than usual, so that attention and norms matter in the output.
-            parameter.normal_(mean=float(parameter.ndim == 1), std=0.3)
+            parameter.normal_(mean=float(parameter.ndim == 1), std=std)
     model.save_pretrained(path)
     save_tokenizer(path, num_letters=26)
     return path
@@ -64,36 +68,3 @@ def save_tokenizer(path: Path, *, num_letters: int, writes_bos: bool = True) -> 
         "chat_template": TEMPLATE,
     }
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
-
-
-def make_random_batch(
-    *, num_rows: int = 7, seed: int = 0, temperature: float = 0.7, longest: int = 12
-) -> Batch:
-    """Rows of uneven lengths; the mask has holes and one row without any loss token."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def integers(low: int, high: int, count: int) -> list[int]:
-        return torch.randint(low, high, (count,), generator=generator).tolist()
-
-    lengths = integers(3, longest + 1, num_rows)
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
-    num_tokens = sum(lengths)
-    loss_mask_N = torch.rand(num_tokens, generator=generator) < 0.6
-    loss_mask_N[offsets[:-1]] = False
-    loss_mask_N[offsets[1] : offsets[2]] = False
-
-    def values() -> torch.Tensor:
-        drawn = torch.randn(num_tokens, generator=generator, dtype=torch.float64)
-        return drawn.masked_fill(~loss_mask_N, 0.0)
-
-    return Batch(
-        token_ids_N=torch.tensor(integers(0, VOCAB, num_tokens)),
-        offsets=offsets,
-        loss_mask_N=loss_mask_N,
-        advantages_N=values(),
-        behave_N=values() - 3.0,
-        old_N=values() - 3.0,
-        ref_N=values() - 3.0,
-        weights_N=values().exp().clamp(max=2.0).masked_fill(~loss_mask_N, 0.0),
-        temperature=temperature,
-    )

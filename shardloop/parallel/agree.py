@@ -1,18 +1,37 @@
-"""Agreement before a transfer, and named errors for waits that fail. Floor 3.
+"""Ranks that go on together or fail together, and named errors for waits that fail. Floor 3.
 
-Called by the executors and `shardloop.weight_sync`. A one-sided refusal would leave the other ranks
-waiting for messages that never come. So every rank first reports whether it is ready; any fault
-becomes an error on all ranks, before the first message.
+Called by the executors, `shardloop.weight_sync`, `shardloop.checkpoint` and the trainer. A rank
+that gives up alone would leave the others waiting for messages that never come. So every rank
+reports whether it can go on (`agree`), or whether it could (`together`); any fault becomes an error
+on all ranks.
 """
 
 import zlib
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
-from shardloop.errors import PlanError, ShardloopError, WorkerDied, WorkerTimeout
+from shardloop.errors import CheckpointError, PlanError, ShardloopError, WorkerDied, WorkerTimeout
+
+T = TypeVar("T")
+
+_TIMED_OUT = ("timed out", "timeout")
+_LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "Application timeout caused pair closure",
+    "connectFullMesh",
+    "ncclRemoteError",
+)
+"""What gloo and NCCL say when another rank went away or did not come."""
 
 
 def agree(
@@ -52,6 +71,35 @@ def agree(
             f"{what} did not start: the ranks disagree; this rank has {same}; "
             "pass equal values on all ranks"
         )
+
+
+def together(group: dist.ProcessGroup, action: Callable[[], T], *, path: Path) -> T:
+    """Collective over `group`: run `action` on each rank; if it fails on any, fail on all.
+
+    Whatever the failure, no rank is left waiting in a later collective for one that gave up.
+
+    Raises:
+        CheckpointError: on every rank, naming `path` and each distinct failure.
+    """
+    result, cause = None, None
+    try:
+        result = action()
+    except (Exception, CheckpointException) as error:
+        cause = error
+    failures: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(failures, None if cause is None else _one_line(cause), group=group)
+    reasons = dict.fromkeys(text for text in failures if text is not None)
+    if reasons:
+        raise CheckpointError(f"{path}: {'; '.join(reasons)}") from cause
+    return result  # type: ignore[return-value]
+
+
+def _one_line(error: BaseException) -> str:
+    """One line; of a failure that torch gathered from several ranks, each cause once."""
+    if isinstance(error, CheckpointException):
+        causes = (f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
+        return "; ".join(dict.fromkeys(causes))
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 def all_reduce(
@@ -98,9 +146,15 @@ def wire_device(group: dist.ProcessGroup) -> torch.device:
 
 
 def named_error(error: RuntimeError, what: str, timeout_s: float) -> ShardloopError:
-    if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+    """What a failed wait means: WorkerTimeout or WorkerDied, saying `what` was waited for."""
+    if any(phrase in str(error).lower() for phrase in _TIMED_OUT):
         return WorkerTimeout(
             f"{what}: no answer within {timeout_s:g} s; a rank hangs or is slower than that: "
             "look at its log, or raise timeout_s, then start a new group"
         )
     return WorkerDied(f"{what}: the connection broke, a rank has died ({error}); start a new group")
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """True of an error of the communication library that only tells of another rank's end."""
+    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _LOST_PEER)

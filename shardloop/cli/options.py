@@ -1,0 +1,35 @@
+"""Options that `shardloop eval` and `shardloop generate` share. Floor 5."""
+
+from dataclasses import dataclass, field
+
+from shardloop.config import EngineConfig, WorkersConfig
+from shardloop.types import Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions:
+    """A model, how its completions are drawn, and where the engine runs."""
+
+    model: str
+    """A built-in model (tiny, smollm2) or a Llama, Qwen2 or Qwen3 folder (Hugging Face format)."""
+    max_tokens: int = 16
+    """Most tokens of a completion, stop token included."""
+    temperature: float = 0.0
+    """0 takes the likeliest token each time (greedy)."""
+    top_p: float = 1.0
+    """Nucleus mass in (0, 1]."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    seed: int = 0
+    """Seed of the sampling noise."""
+    engine: EngineConfig = field(default_factory=lambda: EngineConfig(layout="engine:tp=1"))
+    workers: WorkersConfig = field(default_factory=WorkersConfig)
+
+    def sampling(self, stop_token_ids: tuple[int, ...]) -> Sampling:
+        return Sampling(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop_token_ids=stop_token_ids,
+        )
