@@ -2,17 +2,13 @@
 
 Called by `controller.run`; `read_model` and `engine_layout` also by what runs a part of a run alone
 (`controller.sft`, `controller.inference`). `resolve` reads the model's folder, the task and the
-layouts, proves the reshard plan, and looks at the prompts; `describe` prints the outcome.
+layouts, proves the reshard plan, and looks at the prompts.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from textwrap import indent
 from typing import Any
-
-import torch
 
 from shardloop import hf
 from shardloop.config import TrainConfig
@@ -24,7 +20,6 @@ from shardloop.families import CanonicalModel, canonical_model
 from shardloop.layout import Layout, make_layout, parse_layout
 from shardloop.model import DecoderConfig
 from shardloop.parallel.mesh import trainer_axes
-from shardloop.reshard.cost import cost
 from shardloop.reshard.plan import plan_reshard
 from shardloop.reshard.verify import Proof, verify
 from shardloop.rewards import load_reward
@@ -164,26 +159,3 @@ def first_train_prompts(task: Task, config: TrainConfig) -> Sequence[Prompt]:
     known = len(task.train) if isinstance(task, FiniteTask) else 0
     count = max(config.grpo.prompts_per_step, min(known, MOST_CHECKED))
     return task.prompts("train", seed=config.seed, start=0, count=count)
-
-
-def describe(setup: Setup) -> str:
-    """The resolved run, for people."""
-    config, plan, model = setup.config, setup.proof.plan, setup.model
-    num_parameters = sum(prod(shape) for shape in model.canonical.tensor_shapes().values())
-    itemsize = getattr(torch, config.engine.dtype).itemsize
-    example = setup.task.prompts("train", seed=config.seed, start=0, count=1)[0]
-    batch = config.grpo.prompts_per_step * config.grpo.samples_per_prompt
-    lines = [
-        f"model      {setup.model_dir} ({model.hf_config['model_type']}, "
-        f"{num_parameters / 1e6:.2f} M parameters)",
-        f"task       {setup.task.name}, judged by {setup.reward_name}; "
-        f"e.g. {example.text or example.messages!r}",
-        f"held out   {len(setup.test_prompts)} prompts",
-        f"trainer    {plan.src.spec} on ranks {list(setup.placement.trainer_ranks)}",
-        f"engine     {plan.dst.spec} on ranks {list(setup.placement.engine_ranks)}",
-        f"batch      {config.grpo.prompts_per_step} prompts x "
-        f"{config.grpo.samples_per_prompt} samples = {batch} completions, {config.steps} steps",
-        f"plan       {setup.proof}",
-        indent(str(cost(plan, itemsize=itemsize)), " " * 11),
-    ]
-    return "\n".join(lines)
