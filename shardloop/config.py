@@ -4,11 +4,13 @@ The docstring under a field is its help text on the command line. Vetted sets of
 `shardloop.presets`.
 """
 
+import math
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from shardloop.errors import UsageError
+from shardloop.types import MIN_TEMPERATURE
 
 Device = Literal["cpu", "cuda"]
 DTypeName = Literal["float32", "float64", "bfloat16"]
@@ -19,23 +21,64 @@ Tracker = Literal["none", "tensorboard"]
 ConfigT = TypeVar("ConfigT")
 
 
+MOST_COUNT = 10**9
+MOST_PROMPTS = 100_000
+"""In one step, or in one evaluation."""
+MOST_COMPLETIONS = 1_000_000
+"""Of one step."""
+MOST_TIMEOUT_S = 1e7
+
+
+def _flag(prefix: str, field_name: str) -> str:
+    return f"{prefix}.{field_name.replace('_', '-')}".removeprefix(".")
+
+
 def _require(name: str, value: object, ok: bool, allowed: str) -> None:
     if not ok:
         raise UsageError(f"{name}={value}; {allowed}")
 
 
-def _at_least(prefix: str, low: int, **values: float) -> None:
+def _check_kinds(prefix: str, config: Any) -> None:
+    """Every field has a value of its declared type: the command line sees to that, Python not."""
+    for name, hint in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if get_origin(hint) is Literal:
+            allowed = get_args(hint)
+            text = f"choose {' or '.join(map(str, allowed))}"
+            _require(_flag(prefix, name), repr(value), value in allowed, text)
+            continue
+        kinds = get_args(hint) or (hint,)
+        kinds += (int,) if float in kinds else ()
+        ok = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+        wanted = " or ".join(WORDS.get(kind, kind.__name__) for kind in get_args(hint) or (hint,))
+        _require(_flag(prefix, name), repr(value), ok, f"it must be {wanted}")
+
+
+WORDS: dict[type, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    Path: "a path",
+    type(None): "left out",
+}
+
+
+def _at_least(prefix: str, low: int, *, most: float | None = None, **values: float) -> None:
+    """Whole numbers are at most `MOST_COUNT` unless `most` says otherwise; others are finite."""
     for field_name, value in values.items():
-        name = f"{prefix}.{field_name.replace('_', '-')}"
-        _require(
-            name, value, low <= value < float("inf"), f"choose a finite value of {low} or more"
-        )
+        bound = MOST_COUNT if most is None and isinstance(value, int) else most
+        if bound is None:
+            ok, allowed = low <= value < math.inf, f"choose a finite value of {low} or more"
+        else:
+            ok, allowed = low <= value <= bound, f"choose a value from {low} to {bound}"
+        _require(_flag(prefix, field_name), value, ok, allowed)
 
 
 def _above_zero(prefix: str, **values: float) -> None:
     for field_name, value in values.items():
-        name = f"{prefix}.{field_name.replace('_', '-')}"
-        _require(name, value, 0 < value < float("inf"), "choose a finite value above 0")
+        ok = 0 < value < math.inf
+        _require(_flag(prefix, field_name), value, ok, "choose a finite value above 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,13 +95,14 @@ class SamplingConfig:
     """Keep the k likeliest tokens; 0 keeps all."""
 
     def __post_init__(self) -> None:
+        _check_kinds("sampling", self)
         _at_least("sampling", 1, max_tokens=self.max_tokens)
         _at_least("sampling", 0, top_k=self.top_k)
         _require(
             "sampling.temperature",
             self.temperature,
-            0.0 < self.temperature < float("inf"),
-            "training needs a finite temperature above 0",
+            MIN_TEMPERATURE <= self.temperature < math.inf,
+            f"training needs a finite temperature of {MIN_TEMPERATURE} or more",
         )
         _require("sampling.top-p", self.top_p, 0.0 < self.top_p <= 1.0, "choose a value in (0, 1]")
 
@@ -87,7 +131,9 @@ class GRPOConfig:
     """Upper bound of that weight."""
 
     def __post_init__(self) -> None:
-        _at_least("grpo", 1, prompts_per_step=self.prompts_per_step, inner_epochs=self.inner_epochs)
+        _check_kinds("grpo", self)
+        _at_least("grpo", 1, most=MOST_PROMPTS, prompts_per_step=self.prompts_per_step)
+        _at_least("grpo", 1, inner_epochs=self.inner_epochs)
         _at_least("grpo", 1, correction_cap=self.correction_cap)
         _at_least("grpo", 0, kl_coef=self.kl_coef)
         _above_zero("grpo", clip_low=self.clip_low, clip_high=self.clip_high)
@@ -95,8 +141,15 @@ class GRPOConfig:
         _require(
             "grpo.samples-per-prompt",
             self.samples_per_prompt,
-            self.samples_per_prompt >= 2,
-            "a group of one has no advantage: choose 2 or more",
+            2 <= self.samples_per_prompt <= MOST_PROMPTS,
+            f"a group of one has no advantage: choose a value from 2 to {MOST_PROMPTS}",
+        )
+        num_completions = self.prompts_per_step * self.samples_per_prompt
+        _require(
+            "grpo.prompts-per-step x grpo.samples-per-prompt",
+            num_completions,
+            num_completions <= MOST_COMPLETIONS,
+            f"choose at most {MOST_COMPLETIONS} completions a step",
         )
 
 
@@ -118,6 +171,7 @@ class OptimConfig:
     """Gradients are scaled down to this global norm."""
 
     def __post_init__(self) -> None:
+        _check_kinds("optim", self)
         _at_least(
             "optim",
             0,
@@ -144,8 +198,9 @@ class TrainerConfig:
     """Rows that go through the model at once on one rank."""
 
     def __post_init__(self) -> None:
-        _at_least("trainer", 2, row_tokens=self.row_tokens)
-        _at_least("trainer", 1, rows_per_micro_batch=self.rows_per_micro_batch)
+        _check_kinds("trainer", self)
+        _at_least("trainer", 2, most=2**20, row_tokens=self.row_tokens)
+        _at_least("trainer", 1, most=MOST_PROMPTS, rows_per_micro_batch=self.rows_per_micro_batch)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +215,8 @@ class EngineConfig:
     """Sequences decoded at the same time."""
 
     def __post_init__(self) -> None:
-        _at_least("engine", 1, max_slots=self.max_slots)
+        _check_kinds("engine", self)
+        _at_least("engine", 1, most=MOST_PROMPTS, max_slots=self.max_slots)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,8 +232,9 @@ class SFTConfig:
     )
 
     def __post_init__(self) -> None:
+        _check_kinds("sft", self)
         _at_least("sft", 0, steps=self.steps)
-        _at_least("sft", 1, batch_size=self.batch_size)
+        _at_least("sft", 1, most=MOST_PROMPTS, batch_size=self.batch_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,10 +244,11 @@ class EvalConfig:
     prompts: int = 256
     """Held-out prompts, the same at every evaluation."""
     every: int = 0
-    """Steps between greedy evaluations during training; 0 evaluates only before and after."""
+    """Steps between evaluations (greedy and sampled) in training; 0: only before and after."""
 
     def __post_init__(self) -> None:
-        _at_least("eval", 1, prompts=self.prompts)
+        _check_kinds("eval", self)
+        _at_least("eval", 1, most=MOST_PROMPTS, prompts=self.prompts)
         _at_least("eval", 0, every=self.every)
 
 
@@ -202,6 +260,7 @@ class CheckpointConfig:
     """Newest checkpoints kept."""
 
     def __post_init__(self) -> None:
+        _check_kinds("checkpoint", self)
         _at_least("checkpoint", 0, every=self.every)
         _at_least("checkpoint", 1, keep=self.keep)
 
@@ -218,8 +277,10 @@ class WorkersConfig:
     """Put the engine on the trainer's ranks instead of ranks of its own."""
 
     def __post_init__(self) -> None:
-        _at_least("workers", 1, threads=self.threads)
+        _check_kinds("workers", self)
+        _at_least("workers", 1, most=1024, threads=self.threads)
         _above_zero("workers", timeout_s=self.timeout_s)
+        _at_least("workers", 0, most=MOST_TIMEOUT_S, timeout_s=self.timeout_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -253,8 +314,21 @@ class TrainConfig:
     workers: WorkersConfig = field(default_factory=WorkersConfig)
 
     def __post_init__(self) -> None:
-        _require("steps", self.steps, self.steps >= 1, "choose 1 or more")
+        _check_kinds("", self)
+        _at_least("", 1, steps=self.steps)
         _require("seed", self.seed, 0 <= self.seed < 2**31, "choose a value in [0, 2**31)")
+        if self.name is not None:
+            _require("name", repr(self.name), _is_folder_name(self.name), "choose one folder name")
+
+
+def _is_folder_name(name: str) -> bool:
+    """One component of a path, printable, as every file system takes it."""
+    return (
+        0 < len(name.encode("utf-8", "replace")) <= 200
+        and name.isprintable()
+        and name not in (".", "..")
+        and not set(name) & set("/\\")
+    )
 
 
 def to_dict(config: Any) -> dict[str, Any]:

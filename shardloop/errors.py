@@ -11,7 +11,7 @@
     ├── WorkerError                 5  a worker process raised; carries its traceback
     │   ├── WorkerDied              5
     │   ├── WorkerTimeout           5
-    │   └── NonFiniteGradient       5  no update was made
+    │   └── PolicyDiverged          5  weights, logits, log-probs or gradients are not finite
     ├── CheckpointError             6  a checkpoint cannot be written or read
     ├── DownloadError               7  an optional download is not possible (no network)
     └── Interrupted               130  stopped by Ctrl-C; the run can be resumed
@@ -70,7 +70,7 @@ class WorkerTimeout(WorkerError):
     pass
 
 
-class NonFiniteGradient(WorkerError):
+class PolicyDiverged(WorkerError):
     pass
 
 

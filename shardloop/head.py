@@ -1,7 +1,7 @@
 """The language model head fused with log-softmax, chunk by chunk: never an [n, V] tensor. Floor 2.
 
 Called by the trainer for every log-prob it needs, with or without gradients. Only tokens that are
-scored come in.
+scored come in. The engine's sampler takes its temperature from here, so that both round alike.
 
     forward    hidden_cD ──▶ logits_cV ──▶ log-prob and entropy of each token; logits are dropped
     backward   hidden_cD ──▶ logits_cV ──▶ dlogits_cV in place ──▶ gradients of hidden and weight
@@ -51,8 +51,8 @@ def token_logprobs(
         and backward gives the weight a gradient of zeros (not None), so that ranks without tokens
         stay in step with the others.
     Raises:
-        UsageError: shapes or dtypes that do not fit, a temperature or chunk that is not above 0, a
-            target outside [0, V).
+        UsageError: shapes or dtypes that do not fit, V = 0, a chunk that is not above 0, a
+            temperature that is not above 0 in the dtype of the result, a target outside [0, V).
     """
     _check(hidden_nD, weight_VD, target_ids_n, temperature=temperature)
     size = _default_chunk(weight_VD) if chunk is None else chunk
@@ -118,12 +118,21 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _shifted_logits(hidden_cD: Tensor, weight_VD: Tensor, temperature: float) -> Tensor:
-    """Logits over temperature, minus their maximum (so that exp cannot overflow), in float32 or
-    float64."""
+    """Tempered logits, so that exp cannot overflow, in float32 or float64."""
     logits_cV = torch.nn.functional.linear(hidden_cD, weight_VD).to(_wide(weight_VD.dtype))
-    if temperature != 1.0:
-        logits_cV.div_(temperature)
-    return logits_cV.sub_(logits_cV.amax(-1, keepdim=True))
+    return temper_(logits_cV, logits_cV.new_tensor([temperature]))
+
+
+def temper_(logits_nV: Tensor, temperature_n: Tensor) -> Tensor:
+    """In place: logits minus their row's maximum, then over the row's temperature (one, or [n]).
+
+    In this order, since dividing first would enlarge what the logits have in common, and with it
+    the rounding of their differences. The largest becomes exactly 0, at any temperature: one that
+    is too small for the dtype counts as its smallest normal number.
+    """
+    smallest = torch.finfo(logits_nV.dtype).tiny
+    temperature_n1 = temperature_n.to(logits_nV.dtype).clamp(min=smallest)[:, None]
+    return logits_nV.sub_(logits_nV.amax(-1, keepdim=True)).div_(temperature_n1)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -150,17 +159,19 @@ def _check(
         or weight_VD.ndim != 2
         or hidden_nD.shape[1] != weight_VD.shape[1]
         or target_ids_n.shape != hidden_nD.shape[:1]
+        or not len(weight_VD)
     ):
         raise UsageError(
             f"hidden {tuple(hidden_nD.shape)}, weight {tuple(weight_VD.shape)} and targets "
-            f"{tuple(target_ids_n.shape)} do not fit; pass [n, D], [V, D] and [n]"
+            f"{tuple(target_ids_n.shape)} do not fit; pass [n, D], [V, D] with V > 0, and [n]"
         )
     if hidden_nD.dtype != weight_VD.dtype:
         raise UsageError(
             f"hidden is {hidden_nD.dtype} and weight is {weight_VD.dtype}; cast them to one dtype"
         )
-    if not 0.0 < temperature < float("inf"):
-        raise UsageError(f"temperature={temperature}; choose a finite value above 0")
+    smallest = torch.finfo(_wide(hidden_nD.dtype)).tiny
+    if not smallest <= temperature < float("inf"):
+        raise UsageError(f"temperature={temperature}; choose a finite value above {smallest:.0e}")
     if len(target_ids_n):
         low, high = int(target_ids_n.min()), int(target_ids_n.max())
         if low < 0 or high >= len(weight_VD):

@@ -6,7 +6,7 @@ Called by the loop, the run and the report. Floor 0.
 import json
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,46 @@ def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The records of a file in order; none where there is no file."""
-    if not path.exists():
+    """The records of a file in order; none where there is no file.
+
+    A last line that a crash cut off is passed over: its step was never finished.
+
+    Raises:
+        CheckpointError: any other line is no JSON object, or the file cannot be read.
+    """
+    try:
+        *lines, tail = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    records = [_record(line, f"{path}:{number}") for number, line in numbered]
+    with suppress(CheckpointError):
+        records += [_record(tail, str(path))] if tail else []
+    return records
+
+
+def _record(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{place} is damaged: {error}; mend or delete that line") from error
+    if not isinstance(record, dict):
+        raise CheckpointError(f"{place} is damaged: no JSON object; mend or delete that line")
+    return record
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file whole or not at all: a crash leaves the old one.
+
+    Raises:
+        CheckpointError: as `writing`.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    with writing(path):
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
 
 
 @dataclass(slots=True)

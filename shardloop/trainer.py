@@ -23,7 +23,7 @@ from torch import Tensor
 from shardloop import hf
 from shardloop.checkpoint import load_checkpoint, save_checkpoint
 from shardloop.config import GRPOConfig, OptimConfig, TrainerConfig
-from shardloop.errors import NonFiniteGradient, UsageError
+from shardloop.errors import PolicyDiverged, UsageError
 from shardloop.families import canonical_model
 from shardloop.layout import Layout, make_layout
 from shardloop.objective import check_batch, grpo_objective, sft_objective
@@ -123,6 +123,9 @@ class Trainer:
 
         0 outside the loss mask and for rows of other ranks: the sum over ranks is the answer.
         float64 if the trainer computes in it, else float32.
+
+        Raises:
+            PolicyDiverged: a log-prob is not finite; on the ranks that have such rows.
         """
         model = self._policy if policy == "current" else self._require_reference()
         wide = torch.promote_types(getattr(torch, self._config.dtype), torch.float32)
@@ -131,6 +134,11 @@ class Trainer:
             packed = pack(batch, rows)
             logprobs_n, _ = self._score(model, packed, batch.temperature)
             logprobs_N[packed.flat_index_n] = logprobs_n.cpu()
+        if not bool(logprobs_N.isfinite().all()):
+            raise PolicyDiverged(
+                f"log-probs of the {policy} policy are not finite at version {self.version}; "
+                "it has diverged, or overflows its dtype: lower the learning rate"
+            )
         return logprobs_N
 
     def forward_backward(self, batch: Batch, loss: GRPOConfig | Literal["sft"]) -> dict[str, float]:
@@ -188,7 +196,7 @@ class Trainer:
         Returns:
             grad_norm before clipping, the same on every rank.
         Raises:
-            NonFiniteGradient: on every rank; the weights are as they were.
+            PolicyDiverged: the gradient is not finite; on every rank, the weights as they were.
             UsageError: there are no gradients.
         """
         parameters = list(self._policy.parameters())
@@ -197,7 +205,7 @@ class Trainer:
         norm = global_grad_norm(parameters)
         if not bool(norm.isfinite()):
             self._optimizer.zero_grad()
-            raise NonFiniteGradient(
+            raise PolicyDiverged(
                 f"gradient norm is {norm.item()} at version {self.version}; the update was not "
                 "made: lower the learning rate, or look for non-finite advantages or log-probs"
             )

@@ -10,6 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from shardloop.errors import UsageError
+
+MOST_COUNT = 2**31 - 1
+MIN_TEMPERATURE = 1e-6
+"""Below it, dividing by the temperature overflows; 0 says greedy."""
+
 FinishReason = Literal["stop", "length", "aborted"]
 Split = Literal["train", "test"]
 
@@ -34,6 +40,17 @@ class Prompt:
         if (self.text is None) == (self.messages is None):
             raise ValueError(f"prompt {self.uid!r}: set exactly one of text and messages")
 
+    @property
+    def named(self) -> str:
+        """How messages to people name it: its uid and the end of what it asks."""
+        asked = self.text if self.text is not None else (self.messages or ({},))[-1].get("content")
+        return f"prompt {self.uid!r} ({shorten(repr(asked))})"
+
+
+def shorten(text: str, most: int = 60) -> str:
+    """Text for a message: its middle left out where it is longer than `most` characters."""
+    return text if len(text) <= most else f"{text[: most - 20]} … {text[-17:]}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
@@ -50,16 +67,30 @@ class Sampling:
     """Generation ends with (and keeps) the first of these."""
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens}; it must be at least 1")
-        if not self.temperature >= 0.0 or self.temperature == float("inf"):
-            raise ValueError(
-                f"temperature={self.temperature}; choose a finite value of 0 (greedy) or more"
+        """Raises: UsageError."""
+        for name, value, least in (
+            ("max_tokens", self.max_tokens, 1),
+            ("top_k", self.top_k, 0),
+            *(("stop_token_ids", token_id, 0) for token_id in self.stop_token_ids),
+        ):
+            if type(value) is not int or not least <= value <= MOST_COUNT:
+                raise UsageError(
+                    f"{name}={value!r}; choose a whole number from {least} to {MOST_COUNT}"
+                    + (" (0: no limit)" if name == "top_k" else "")
+                )
+        if not _is_real(self.temperature) or not (
+            self.temperature == 0.0 or MIN_TEMPERATURE <= self.temperature < float("inf")
+        ):
+            raise UsageError(
+                f"temperature={self.temperature!r}; choose 0 (greedy) or a finite value of"
+                f" {MIN_TEMPERATURE} or more"
             )
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p={self.top_p}; choose a value in (0, 1]")
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k}; choose 0 (no limit) or more")
+        if not _is_real(self.top_p) or not 0.0 < self.top_p <= 1.0:
+            raise UsageError(f"top_p={self.top_p!r}; choose a value in (0, 1]")
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

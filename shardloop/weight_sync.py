@@ -182,21 +182,24 @@ class WeightSync:
     def _check_weights(self, src: Tensors | None, dst: Tensors | None, bytes_sent: int) -> int:
         """Collective over the group: compare the fingerprints of both sides; all bytes sent."""
         plan, rank, names = self._proof.plan, dist.get_rank(), self._src_copies.names
-        prints = torch.zeros(2, 2, len(names), dtype=torch.int64)
         sides = (
             (plan.src, plan.src_ranks, src, self._src_copies),
             (plan.dst, plan.dst_ranks, dst, self._dst_copies),
         )
-        for side, (layout, ranks, tensors, copies) in enumerate(sides):
-            if tensors is not None:
-                place = ranks.index(rank)
-                prints[side] = local_fingerprints(
-                    layout, place, tensors, dtype=self._dtype, copies=copies
-                )
-        values = torch.cat([prints.flatten(), torch.tensor([bytes_sent])])
+        prints = []
+        for layout, ranks, tensors, copies in sides:
+            if tensors is None:
+                prints.append(torch.zeros(copies.most, len(names), dtype=torch.int64))
+                continue
+            place = ranks.index(rank)
+            prints.append(
+                local_fingerprints(layout, place, tensors, dtype=self._dtype, copies=copies)
+            )
+        values = torch.cat([*(part.flatten() for part in prints), torch.tensor([bytes_sent])])
         what = "fingerprints after the transfer"
         total = all_reduce(values, self._group, what=what, timeout_s=self._timeout_s)
-        check_fingerprints(names, *total[:-1].view_as(prints))
+        of_src, of_dst = total[:-1].view(-1, len(names)).split([len(part) for part in prints])
+        check_fingerprints(names, of_src, of_dst)
         return int(total[-1])
 
 

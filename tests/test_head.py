@@ -107,6 +107,18 @@ def test_large_logits_give_finite_values_and_gradients(scale: float) -> None:
     assert (logprobs <= 0).all()
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.3, 0.07])
+@pytest.mark.parametrize("common", [0.0, 25.0, 500.0])
+def test_what_all_logits_have_in_common_costs_no_digits(common: float, temperature: float) -> None:
+    generator = torch.Generator().manual_seed(8)
+    # In steps of 1/64, so that both the logits and their differences are exact in float32.
+    logits = torch.randint(-128, 128, (500, V), generator=generator) / 64 + common
+    best = logits.argmax(-1)
+    ours, _ = token_logprobs(logits, torch.eye(V), best, temperature=temperature)
+    exact, _ = naive(logits.double(), torch.eye(V).double(), best, temperature)
+    torch.testing.assert_close(ours.double(), exact, rtol=1e-6, atol=1e-6)
+
+
 class LargestTensor(TorchDispatchMode):
     """Records the most elements of any tensor an operator returns."""
 
@@ -143,6 +155,10 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         token_logprobs(hidden, weight.float(), targets, temperature=1.0)
     with pytest.raises(UsageError, match="temperature=0"):
         token_logprobs(hidden, weight, targets, temperature=0.0)
+    with pytest.raises(UsageError, match=r"temperature=1e-46; choose a finite value above 1e-38"):
+        token_logprobs(hidden.float(), weight.float(), targets, temperature=1e-46)
+    with pytest.raises(UsageError, match="with V > 0"):
+        token_logprobs(hidden[:0], weight[:0], targets[:0], temperature=1.0)
     with pytest.raises(UsageError, match="chunk=0"):
         token_logprobs(hidden, weight, targets, temperature=1.0, chunk=0)
     with pytest.raises(UsageError, match=r"token ids must be in \[0, 17\)"):

@@ -14,6 +14,7 @@ from shardloop.cli.view import set_up_logging
 from shardloop.controller.evals import eval_interval, reward_fields
 from shardloop.controller.inference import sampler_from_folder
 from shardloop.controller.loop import evaluate
+from shardloop.errors import UsageError
 from shardloop.rewards import load_reward
 from shardloop.tasks import evaluation_prompts, load_task, stop_token_ids
 
@@ -37,9 +38,22 @@ def run(arguments: Sequence[str]) -> int:
     command = tyro.cli(EvalCommand, prog="shardloop eval", args=list(arguments))
     set_up_logging(verbose=False)
     options = command.options
+    demand_sensible(command)
     with temporary_model_folder(options.model, seed=options.seed) as model_dir:
         measure(command, model_dir)
     return 0
+
+
+def demand_sensible(command: EvalCommand) -> None:
+    """
+    Raises:
+        UsageError: a setting that needs no model to be refused.
+    """
+    if command.prompts < 1:
+        raise UsageError(f"prompts={command.prompts}; choose 1 or more")
+    if command.show < 0:
+        raise UsageError(f"show={command.show}; choose 0 or more")
+    command.options.sampling(())
 
 
 def measure(command: EvalCommand, model_dir: Path) -> None:

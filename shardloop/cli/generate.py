@@ -43,6 +43,7 @@ def run(arguments: Sequence[str]) -> int:
     if command.samples < 1:
         raise UsageError(f"samples={command.samples}; choose 1 or more")
     options = command.options
+    options.sampling(())  # refuses bad values before anything is loaded
     with temporary_model_folder(options.model, seed=options.seed) as model_dir:
         print_completions(command, model_dir)
     return 0
@@ -62,11 +63,12 @@ def print_completions(command: GenerateCommand, model_dir: Path) -> None:
         workers=options.workers,
     ) as sampler:
         rollouts = sampler.rollout(prompts, samples_per_prompt=command.samples, seed=options.seed)
-    for rollout in rollouts:
+    for rollout, text in zip(rollouts, command.prompt, strict=True):
+        print(f"prompt {text!r}")
         for completion in rollout.completions:
-            text = tokenizer.decode(completion.token_ids_T)
+            answer = tokenizer.decode(completion.token_ids_T)
             logprob = sum(completion.full_T)
-            print(f"[{completion.finish_reason}, log-prob {logprob:.2f}] {text}")
+            print(f"[{completion.finish_reason}, log-prob {logprob:.2f}] {answer}")
 
 
 def to_prompt(text: str, *, uid: str, chat: bool) -> Prompt:

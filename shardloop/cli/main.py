@@ -1,13 +1,15 @@
 """`shardloop COMMAND`: finds the command, runs it, and turns errors into exit codes. Floor 5."""
 
 import importlib
+import io
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 
 import shardloop
-from shardloop.errors import ShardloopError
+from shardloop.cli.interrupt import stop_at_once
+from shardloop.errors import CheckpointError, ShardloopError
 
 COMMANDS = {
     "train": "improve a model by GRPO",
@@ -23,7 +25,8 @@ USAGE = (
     + "\n\n`shardloop COMMAND --help` lists the options of one; `shardloop --version` the release."
 )
 
-
+SILENT = {"-q", "--quiet", "-h", "--help"}
+"""Flags with which a command says nothing while it loads."""
 BROKEN_PIPE = 141
 """Exit code when the reader of our output has gone: what a shell gives a program ended by SIGPIPE.
 """
@@ -35,14 +38,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, or that of the error (see `shardloop.errors`).
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that cannot show a character gets a question mark instead of a failed run.
+        sys.stdout.reconfigure(errors="replace")
     try:
-        code = _answer(list(sys.argv[1:] if argv is None else argv))
-        sys.stdout.flush()
+        try:
+            return _answer(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()
     except BrokenPipeError:
-        # Python would flush once more at its exit, and complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_output()
         return BROKEN_PIPE
-    return code
+    except OSError as error:
+        if not _output_fails():
+            raise
+        _give_up_output()
+        print(f"error: cannot write to standard output: {error}", file=sys.stderr)
+        return CheckpointError.exit_code
+
+
+def _output_fails() -> bool:
+    """Whether one more line cannot be printed either: then the error was not the command's."""
+    try:
+        print(flush=True)
+    except OSError:
+        return True
+    return False
+
+
+def _give_up_output() -> None:
+    """Python would flush once more at its exit, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _answer(arguments: Sequence[str]) -> int:
@@ -62,10 +88,13 @@ def _answer(arguments: Sequence[str]) -> int:
 def _run(command: str, arguments: Sequence[str]) -> int:
     # Nothing here ever asks a hub: a folder is a folder, and no name is looked up elsewhere.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if sys.modules.get("torch") is None and not SILENT & set(arguments):
+        print("loading torch ...", file=sys.stderr, flush=True)
     try:
-        run = importlib.import_module(f"shardloop.cli.{command}").run
-        code: int = run(arguments)
-        return code
+        with stop_at_once():
+            run = importlib.import_module(f"shardloop.cli.{command}").run
+            code: int = run(arguments)
+            return code
     except ShardloopError as error:
         if os.environ.get("SHARDLOOP_TRACEBACK"):
             traceback.print_exc()

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from shardloop.config import EngineConfig, WorkersConfig
+from shardloop.errors import UsageError
 from shardloop.types import Sampling
 
 
@@ -26,10 +27,17 @@ class SampleOptions:
     workers: WorkersConfig = field(default_factory=WorkersConfig)
 
     def sampling(self, stop_token_ids: tuple[int, ...]) -> Sampling:
-        return Sampling(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            stop_token_ids=stop_token_ids,
-        )
+        """
+        Raises:
+            UsageError: a value that no sampling can have.
+        """
+        try:
+            return Sampling(
+                max_tokens=self.max_tokens,
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+                stop_token_ids=stop_token_ids,
+            )
+        except ValueError as error:
+            raise UsageError(str(error)) from error

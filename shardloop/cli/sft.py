@@ -6,7 +6,8 @@ from pathlib import Path
 
 import tyro
 
-from shardloop.cli.view import View, set_up_logging
+from shardloop.cli.interrupt import InterruptFlag
+from shardloop.cli.view import set_up_logging, show
 from shardloop.config import SFTConfig, TrainerConfig, WorkersConfig
 from shardloop.controller.sft import fine_tune
 
@@ -35,17 +36,18 @@ class SFTCommand:
 def run(arguments: Sequence[str]) -> int:
     command = tyro.cli(SFTCommand, prog="shardloop sft", args=list(arguments))
     set_up_logging(verbose=command.verbose)
-    events = fine_tune(
-        command.model,
-        command.task,
-        command.out,
-        sft=command.sft,
-        trainer=command.trainer,
-        workers=command.workers,
-        seed=command.seed,
-    )
-    with View(quiet=command.quiet) as view:
-        for event in events:
-            view.show(event)
-    print(command.out)
+    with InterruptFlag() as flag:
+        events = fine_tune(
+            command.model,
+            command.task,
+            command.out,
+            sft=command.sft,
+            trainer=command.trainer,
+            workers=command.workers,
+            seed=command.seed,
+            stop_requested=flag.is_set,
+        )
+        show(events, quiet=command.quiet)
+    if command.quiet:
+        print(command.out)
     return 0

@@ -1,20 +1,26 @@
 """`shardloop train`: a GRPO run, a check of its settings, or the rest of a run. Floor 5."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
+from shardloop.checkpoint import latest_checkpoint
 from shardloop.cli.interrupt import InterruptFlag
-from shardloop.cli.view import View, set_up_logging
+from shardloop.cli.view import set_up_logging, show
 from shardloop.config import TrainConfig
-from shardloop.controller.report import seeds_report
+from shardloop.controller.report import write_seeds_report
 from shardloop.controller.run import check, train
-from shardloop.controller.rundir import RunFolder, create_run_folder, open_run_folder
-from shardloop.errors import UsageError
+from shardloop.controller.rundir import (
+    RunFolder,
+    create_run_folder,
+    open_run_folder,
+    planned_run_folder,
+)
+from shardloop.errors import Interrupted, UsageError
 from shardloop.presets import PRESETS
 
 
@@ -27,7 +33,8 @@ class TrainCommand:
     """Vetted settings to start from; every flag below changes one of them. [default: tiny, or none
     with --model]"""
     resume: Path | None = None
-    """Folder of an earlier run to go on with from its newest checkpoint."""
+    """Folder of an earlier run to go on with from its newest checkpoint. Flags beside it may change
+    how long and where it runs (steps, layouts, workers, checkpoint, eval.every), nothing else."""
     check: bool = False
     """Print the resolved plan and stop before anything runs."""
     seeds: int = 1
@@ -51,29 +58,93 @@ def run(arguments: Sequence[str]) -> int:
         raise UsageError(f"seeds={command.seeds}; choose 1 or more")
     if command.resume is not None and command.seeds > 1:
         raise UsageError("--resume goes on with one run; leave --seeds out")
+    configs = seed_configs(command.config, num_seeds=command.seeds)
+    if command.resume is not None:
+        roots = [open_run_folder(command.resume).root]
+    else:
+        roots = [planned_run_folder(config, label=label) for config in configs]
     if command.check:
-        print(check(command.config))
+        print(check(configs[0], roots[0], resume=command.resume is not None))
         return 0
-    folders = [
-        run_one(dataclasses.replace(command.config, seed=seed), label=label, command=command)
-        for seed in range(command.config.seed, command.config.seed + command.seeds)
-    ]
-    if len(folders) > 1:
-        print(seeds_report([folder.root for folder in folders]))
+    with InterruptFlag() as flag:
+        if command.resume is not None:
+            run_one(configs[0], RunFolder(command.resume), command, stop_requested=flag.is_set)
+        else:
+            run_seeds(configs, command, label=label, stop_requested=flag.is_set)
     return 0
 
 
-def run_one(config: TrainConfig, *, label: str, command: TrainCommand) -> RunFolder:
-    resumed = command.resume is not None
-    if command.resume is not None:
-        folder = open_run_folder(command.resume)
-    else:
-        folder = create_run_folder(config, label=label)
-    with View(quiet=command.quiet) as view, InterruptFlag() as flag:
-        for event in train(config, folder, resume=resumed, stop_requested=flag.is_set):
-            view.show(event)
+def seed_configs(config: TrainConfig, *, num_seeds: int) -> list[TrainConfig]:
+    """One config for each of consecutive seeds; a given name gets the seed added.
+
+    Raises:
+        UsageError: a seed is too large.
+    """
+    if num_seeds == 1:
+        return [config]
+    return [
+        dataclasses.replace(
+            config, seed=seed, name=None if config.name is None else f"{config.name}-seed{seed}"
+        )
+        for seed in range(config.seed, config.seed + num_seeds)
+    ]
+
+
+def run_seeds(
+    configs: Sequence[TrainConfig],
+    command: TrainCommand,
+    *,
+    label: str,
+    stop_requested: Callable[[], bool],
+) -> None:
+    """One run after the other, and a report over all of them.
+
+    Raises:
+        Interrupted: `stop_requested` became true; names the seeds that were not begun.
+    """
+    folders = []
+    for place, config in enumerate(configs):
+        later = [str(other.seed) for other in configs[place + 1 :]]
+        folders.append(create_run_folder(config, label=label))
+        try:
+            run_one(config, folders[-1], command, stop_requested=stop_requested)
+            if later and stop_requested():
+                raise Interrupted(f"stopped after the run of seed {config.seed}")
+        except Interrupted as error:
+            if not later:
+                raise
+            raise Interrupted(f"{error} (not begun: seed {', '.join(later)})") from error
+    if len(folders) > 1:
+        path = write_seeds_report([folder.root for folder in folders], configs[0].out)
+        print(path.read_text(encoding="utf-8"), end="")
+        print(f"\nseeds report: {path}")
+
+
+def run_one(
+    config: TrainConfig,
+    folder: RunFolder,
+    command: TrainCommand,
+    *,
+    stop_requested: Callable[[], bool],
+) -> None:
+    resume = command.resume is not None
+    try:
+        show(
+            train(config, folder, resume=resume, stop_requested=stop_requested),
+            quiet=command.quiet,
+        )
+    except KeyboardInterrupt:
+        raise Interrupted(ended_at_once(folder)) from None
     print(folder.report.read_text(encoding="utf-8"))
-    return folder
+
+
+def ended_at_once(folder: RunFolder) -> str:
+    """What a second Ctrl-C leaves, and how to go on from it."""
+    if not folder.has_progress():
+        return "ended at once; there is nothing to go on from yet"
+    newest = latest_checkpoint(folder.checkpoints)
+    place = "the start of its steps" if newest is None else newest.name
+    return f"ended at once; go on from {place} with `shardloop train --resume {folder.root}`"
 
 
 def starting_config(arguments: Sequence[str]) -> tuple[TrainConfig, str]:

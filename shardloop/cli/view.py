@@ -1,7 +1,8 @@
 """How a run looks in a terminal: one row per step, a bar where there is a terminal. Floor 5."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing
 from typing import Any
 
 from rich.console import Console
@@ -10,14 +11,24 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from shardloop.controller import events
 
-# name, width, format, key in the metrics of a step
-COLUMNS = (
-    ("step", 5, "d", "step"),
-    ("reward", 7, ".3f", "reward"),
-    ("kl", 8, ".4f", "kl"),
-    ("gap", 8, ".1e", "gap_mean"),
-    ("gap max", 8, ".1e", "gap_max"),
-    ("tok/s", 7, ".0f", "tokens_per_s"),
+
+def clock(seconds: float) -> str:
+    """As 1:02:03, or 2:03 below an hour."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+# name, width, how a value looks, key in the metrics of a step
+COLUMNS: tuple[tuple[str, int, Callable[[Any], str], str], ...] = (
+    ("step", 5, str, "step"),
+    ("reward", 7, "{:.3f}".format, "reward"),
+    ("kl", 8, "{:.4f}".format, "kl"),
+    ("gap", 8, "{:.1e}".format, "gap_mean"),
+    ("gap max", 8, "{:.1e}".format, "gap_max"),
+    ("update", 6, str, "update"),
+    ("tok/s", 7, "{:.0f}".format, "tokens_per_s"),
+    ("elapsed", 8, clock, "elapsed_s"),
 )
 PHASES = ("sync", "rollout", "score", "advantage", "recompute", "update")
 HEADER_EVERY = 25
@@ -81,6 +92,13 @@ class View:
             self.console.print(text, markup=False, soft_wrap=True)
 
 
+def show(happening: Generator[events.Event, None, None], *, quiet: bool) -> None:
+    """Follows a run to its end; it is closed, and its workers with it, however this ends."""
+    with View(quiet=quiet) as view, closing(happening):
+        for event in happening:
+            view.show(event)
+
+
 def header() -> str:
     names = "".join(f"{name:>{width}} " for name, width, _, _ in COLUMNS)
     return names + " seconds: " + " ".join(PHASES)
@@ -89,9 +107,9 @@ def header() -> str:
 def row(metrics: Mapping[str, Any]) -> str:
     """One step as a line; a metric the run does not have is a dash."""
     cells = ""
-    for _, width, form, key in COLUMNS:
+    for _, width, look, key in COLUMNS:
         value = metrics.get(key)
-        cells += f"{'-' if value is None else format(value, form):>{width}} "
+        cells += f"{'-' if value is None else look(value):>{width}} "
     seconds = metrics["seconds"]
     return cells + " " + " ".join(f"{seconds.get(phase, 0.0):.2f}" for phase in PHASES)
 

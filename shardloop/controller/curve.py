@@ -31,13 +31,16 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
     ]
 
 
-def draw_curve(metrics: Sequence[Record], path: Path, *, evals: Sequence[Record] = ()) -> None:
+def draw_curve(
+    metrics: Sequence[Record], path: Path, *, evals: Sequence[Record] = (), title: str = ""
+) -> None:
     """Draws reward, KL and the gap between engine and trainer by step, as a PNG."""
     # Loaded here: it takes a third of a second, and no other command needs it.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 8), dpi=120, layout="constrained")
     top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 1))
+    top.set_title(title)
     _draw_rewards(top, metrics, evals)
     _draw_kl(middle, metrics)
     _draw_gap(bottom, metrics)
@@ -72,7 +75,7 @@ def _draw_rewards(axes: "Axes", metrics: Sequence[Record], evals: Sequence[Recor
             fmt="o-",
             color="tab:orange",
             capsize=3,
-            label="held out, greedy",
+            label="held out, greedy; bars 95 %",
         )
     axes.set_ylabel("reward")
     axes.legend(loc="lower right", frameon=False)
@@ -92,7 +95,7 @@ def _draw_kl(axes: "Axes", metrics: Sequence[Record]) -> None:
 
 
 def _draw_gap(axes: "Axes", metrics: Sequence[Record]) -> None:
-    axes.set_ylabel("log-prob gap,\nengine − trainer")
+    axes.set_ylabel("log-prob gap,\n|engine − trainer|")
     positive = False
     for key, label, line in (("gap_max", "largest", ":"), ("gap_mean", "mean", "-")):
         steps, values = series(metrics, key)

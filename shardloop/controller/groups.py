@@ -18,10 +18,10 @@ All calls come from one thread of the driver.
 import pickle
 import tempfile
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, Self
 
@@ -118,8 +118,9 @@ class LocalWorkers:
         self._error: Exception | None = None
         self._stopped = False
         self._processes = Processes(folder=Path(tempfile.mkdtemp(prefix="shardloop-")))
+        # Unlike weakref's, it comes before multiprocessing waits for its processes at exit.
+        self._finalizer = Finalize(self, self._processes.end, exitpriority=0)
         self._watch = Watch(self._processes, name=self._name)
-        self._finalizer = weakref.finalize(self, self._processes.end)
         try:
             self._processes.start(self.roles, config)
             started = self._watch.expect(label="start", ranks=self.ranks)
@@ -193,10 +194,12 @@ class LocalWorkers:
     def stop(self) -> None:
         """End every process and remove the temporary folder. Idle ranks leave by themselves, busy
         ones are killed. Safe to repeat."""
-        if not self._stopped and self._watch.is_idle:
-            self._ask_to_leave()
-        self._stopped = True
-        self._finalizer()
+        try:
+            if not self._stopped and self._watch.is_idle:
+                self._ask_to_leave()
+        finally:
+            self._stopped = True
+            self._finalizer()
 
     def _end(self, *, because: BaseException) -> None:
         self._error = because if isinstance(because, Exception) else WorkerError("interrupted")

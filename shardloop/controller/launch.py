@@ -9,11 +9,12 @@ import logging
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -21,9 +22,15 @@ from pathlib import Path
 from types import ModuleType
 
 from shardloop.config import WorkersConfig
+from shardloop.errors import WorkerDied
+from shardloop.parallel.signals import children_spared, postponed
 from shardloop.parallel.worker import WorkerSettings, worker_main
 
 PRELOAD = "shardloop.parallel.preload"
+LOST_EXIT_CODE = 255
+"""What multiprocessing reports when the fork server can no longer tell how a rank ended."""
+END_S = 5.0
+"""Time for killed ranks to be reported; a fork server that is silent for longer is stuck."""
 COLLECTIVE_GRACE_S = 30.0
 """Collectives give up this much later than calls, so that the driver first names a hang."""
 SERVER_ENVIRONMENT = {
@@ -42,7 +49,11 @@ class Processes:
     connections: dict[int, Connection] = field(default_factory=dict)
 
     def start(self, roles: Mapping[str, tuple[int, ...]], config: WorkersConfig) -> None:
-        """Start every rank of the roles; each answers under `STARTED` when all have met."""
+        """Start every rank of the roles; each answers under `STARTED` when all have met.
+
+        Raises:
+            WorkerDied: the fork server went away.
+        """
         context = _fork_server()
         world_size = len({rank for ranks in roles.values() for rank in ranks})
         with _hidden_main():
@@ -62,21 +73,42 @@ class Processes:
                 process = context.Process(
                     target=worker_main, args=(settings, theirs), name=settings.tag, daemon=True
                 )
-                process.start()
+                # Noted first: an interrupt may come as soon as the process runs.
+                self.by_rank[rank], self.connections[rank] = process, ours
+                try:
+                    process.start()
+                except (EOFError, ConnectionError) as error:
+                    raise WorkerDied(
+                        f"the fork server died (killed, or out of memory) before {settings.tag} "
+                        "had started"
+                    ) from error
                 theirs.close()
-                self.by_rank[rank] = process
-                self.connections[rank] = ours
 
     def end(self) -> None:
-        """Kill what still runs, wait for all, remove the temporary folder."""
-        for process in self.by_rank.values():
-            if process.exitcode is None:
-                process.kill()
-        for process in self.by_rank.values():
-            process.join()
-        for connection in self.connections.values():
-            connection.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Kill what still runs, wait for all, remove the temporary folder.
+
+        Nothing interrupts it: a signal takes effect afterwards.
+        """
+        with postponed():
+            for connection in self.connections.values():
+                connection.close()
+            started = [process for process in self.by_rank.values() if process.pid is not None]
+            for process in started:
+                if process.exitcode in (None, LOST_EXIT_CODE):
+                    _kill(process.pid)
+            for process in started:
+                process.join(END_S)
+            if any(process.exitcode is None for process in started):
+                _kill(forkserver._forkserver._forkserver_pid)  # type: ignore[attr-defined]
+                for process in started:
+                    process.join()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _kill(pid: int | None) -> None:
+    assert pid is not None, "it has been started"
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _fork_server() -> ForkServerContext:
@@ -87,7 +119,10 @@ def _fork_server() -> ForkServerContext:
     paths = (SERVER_ENVIRONMENT["PYTHONPATH"], before["PYTHONPATH"])
     os.environ |= SERVER_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     try:
-        forkserver.ensure_running()
+        with children_spared():
+            resource_tracker.ensure_running()  # its start unblocks signals
+        with children_spared():
+            forkserver.ensure_running()
     finally:
         for name, value in before.items():
             if value is None:

@@ -67,7 +67,7 @@ def build_sync(context: RankContext, config: TrainConfig, proof: Proof) -> Weigh
         proof=proof,
         group=context.group("sync"),
         dtype=getattr(torch, config.engine.dtype),
-        timeout_s=config.workers.timeout_s,
+        timeout_s=context.collective_timeout_s,
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardloop.controller.groups import WorkerGroup
-from shardloop.errors import TaskError, WorkerError
+from shardloop.errors import TaskError, UsageError, WorkerError
 from shardloop.types import Completion, Prompt, Request, SampleId, Sampling, Tokenizer
 
 
@@ -95,9 +95,19 @@ def prompt_ids(
     """Ids of a prompt that leaves room for `max_tokens` more.
 
     Raises:
-        TaskError: it is empty, or prompt and answer exceed the context.
+        UsageError: `max_tokens` alone fills the context.
+        TaskError: it is empty, has characters that the vocabulary lacks, or exceeds the context
+            together with the answer.
     """
-    ids = tuple(tokenizer.encode_prompt(prompt))
+    if max_tokens >= context_length:
+        raise UsageError(
+            f"max_tokens={max_tokens} leaves no room for a prompt in the model's context of "
+            f"{context_length}; choose fewer than {context_length}"
+        )
+    try:
+        ids = tuple(tokenizer.encode_prompt(prompt))
+    except TaskError as error:
+        raise TaskError(f"{prompt.named}: {error}") from error
     if not ids:
         raise TaskError(f"prompt {prompt.uid!r} has no tokens; give it some text")
     if len(ids) + max_tokens > context_length:
@@ -107,6 +117,36 @@ def prompt_ids(
             "or the answer"
         )
     return ids
+
+
+def solution_row(
+    prompt: Prompt, tokenizer: Tokenizer, context_length: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ids of a prompt and of its worked solution, which ends with the first stop token.
+
+    Raises:
+        UsageError: the tokenizer has no stop token.
+        TaskError: there is no solution, or one that has characters that the vocabulary lacks or
+            exceeds the context together with its prompt.
+    """
+    if not tokenizer.stop_token_ids:
+        raise UsageError("the tokenizer has no end-of-sequence token; SFT teaches when to stop")
+    if prompt.solution is None:
+        raise TaskError(
+            f"{prompt.named} has no worked solution; SFT needs one: "
+            "add a solution to the task, or set sft.steps to 0"
+        )
+    try:
+        answer_ids = (*tokenizer.encode(prompt.solution), tokenizer.stop_token_ids[0])
+    except TaskError as error:
+        raise TaskError(f"solution of {prompt.named}: {error}") from error
+    ids = prompt_ids(prompt, tokenizer, max_tokens=0, context_length=context_length)
+    if len(ids) + len(answer_ids) > context_length:
+        raise TaskError(
+            f"{prompt.named} has {len(ids)} tokens; with its solution of {len(answer_ids)} it "
+            f"exceeds the model's context of {context_length}: shorten one of them"
+        )
+    return ids, answer_ids
 
 
 def step_seed(seed: int, step: int) -> int:

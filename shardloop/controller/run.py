@@ -4,49 +4,45 @@ Floor 4. Called by the command line and by notebooks.
 
     resolve ─▶ start workers ─▶ [SFT] ─▶ evaluate ─▶ GRPO steps ─▶ evaluate ─▶ export ─▶ report
        │                          │                     │   ▲
-       └─ refuses bad input       └─ start/             └───┘ checkpoint, evaluate, stop on request
+       └─ refuses bad input       └─ start/             └───┘ evaluate, checkpoint, stop on request
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import closing
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from shardloop import hf
+import torch
+
 from shardloop.builtin import model_folder, temporary_model_folder
-from shardloop.checkpoint import checkpoint_name, latest_checkpoint, prune_checkpoints
+from shardloop.checkpoint import latest_checkpoint
 from shardloop.config import TrainConfig
-from shardloop.controller.evals import reward_fields
-from shardloop.controller.events import Evaluated, Event, Note, Progress, Saved
-from shardloop.controller.export import export_policy
-from shardloop.controller.groups import LocalWorkers, WorkerGroup
-from shardloop.controller.loop import evaluate, grpo_steps
-from shardloop.controller.report import write_report
+from shardloop.controller.describe import describe
+from shardloop.controller.events import Event, Note
+from shardloop.controller.groups import LocalWorkers
+from shardloop.controller.manifest import changed_settings, write_manifest
 from shardloop.controller.roles import build_engine, build_sync, build_trainer
-from shardloop.controller.rollouts import Sampler
 from shardloop.controller.rundir import RunFolder
-from shardloop.controller.setup import Setup, describe, resolve
+from shardloop.controller.setup import Setup, resolve
 from shardloop.controller.sft import warm_start
-from shardloop.controller.track import open_sink
-from shardloop.errors import Interrupted
-from shardloop.metrics import append_jsonl, read_jsonl, writing
+from shardloop.controller.stages import ResumePoint, Roles, finish, run_loop
+from shardloop.errors import UsageError
+from shardloop.metrics import writing
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Roles:
-    """The two halves of a run and what joins them."""
+def check(config: TrainConfig, root: Path, *, resume: bool = False) -> str:
+    """The resolved run in the folder `root` as text; nothing is started, nothing left behind.
 
-    trainer: WorkerGroup
-    sampler: Sampler
-    """Has the group of engines."""
-    sync: WorkerGroup
-    """On all ranks."""
-
-
-def check(config: TrainConfig) -> str:
-    """The resolved run as text; nothing is started, nothing left behind. Errors as `resolve`."""
+    Errors as `train` before its workers start.
+    """
+    if resume:
+        resume_point(config, RunFolder(root))
     with temporary_model_folder(config.model, seed=config.seed) as model_dir:
-        return describe(resolve(config, model_dir))
+        setup = resolve(config, model_dir)
+    demand_devices(setup)
+    return describe(setup, root=root)
 
 
 def train(
@@ -55,53 +51,112 @@ def train(
     *,
     resume: bool = False,
     stop_requested: Callable[[], bool] = lambda: False,
-) -> Iterator[Event]:
+) -> Generator[Event, None, None]:
     """Carries out a run in `folder` and tells what happens; closing the iterator stops the workers.
 
     Args:
-        resume: go on from the newest checkpoint in the folder, if there is one.
+        folder: new or empty; a run that fails before it has anything to go on from removes it.
+        resume: go on with the run in the folder, from its newest checkpoint if it has one.
         stop_requested: asked after every step; True saves a checkpoint and ends the run.
     Raises:
-        Interrupted: `stop_requested` became true. CheckpointError: `folder` cannot be written.
+        Interrupted: `stop_requested` became true. CheckpointError: `folder` cannot be written, or
+            what lies there is damaged.
+        UsageError: a bad setting, a `folder` in use, or a `config` that the run cannot resume with.
         Any other ShardloopError: see `errors`.
     """
-    notes: list[str] = []
-    with writing(folder.root):
-        model_dir = model_folder(config.model, folder.root, seed=config.seed, say=notes.append)
-    setup = resolve(config, model_dir)
-    yield from (Note(text) for text in (*notes, describe(setup), f"run folder {folder.root}"))
-    plan = setup.proof.plan
-    folder.write_manifest(config, {"model": str(model_dir), "plan": plan.summary()})
-    yield Note(f"starting {setup.placement.world_size} worker processes")
-    with start_workers(setup) as workers:
-        if config.sft.steps and not has_start(folder):
-            yield from warm_start(
-                workers,
-                task=setup.task,
-                tokenizer=setup.tokenizer,
-                model_dir=model_dir,
-                context_length=setup.model.context_length,
-                trainer=config.trainer,
-                sft=config.sft,
-                seed=config.seed,
-                start=folder.start,
-                stop_requested=stop_requested,
+    began = time.monotonic()
+    if not resume:
+        folder.demand_new()
+    with folder.locked(), nullcontext() if resume else folder.removed_if_barren():
+        point = resume_point(config, folder) if resume else None
+        notes: list[str] = []
+        with writing(folder.root):
+            model_dir = model_folder(config.model, folder.root, seed=config.seed, say=notes.append)
+        setup = resolve(config, model_dir)
+        demand_devices(setup)
+        yield from (Note(text) for text in (*notes, describe(setup, root=folder.root)))
+        if point is None:
+            write_manifest(folder.manifest, config, facts(setup))
+        yield Note(f"starting {setup.placement.world_size} worker processes")
+        with start_workers(setup) as workers:
+            yield from make_start(setup, workers, folder, stop_requested=stop_requested)
+            if folder.has_start():
+                setup = replace(setup, model_dir=folder.start)
+            roles = spawn(workers, setup)
+            yield from run_loop(
+                setup, roles, folder, point=point, began=began, stop_requested=stop_requested
             )
-        if has_start(folder):
-            setup = replace(setup, model_dir=folder.start)
-        roles = spawn(workers, setup)
-        yield from run_loop(setup, roles, folder, resume=resume, stop_requested=stop_requested)
-        yield from finish(setup, roles, folder)
+            yield from finish(setup, roles, folder)
 
 
-def has_start(folder: RunFolder) -> bool:
-    """Whether the start is whole: the weights of a model folder are written last."""
-    return (folder.start / hf.WEIGHTS_FILE).is_file()
+def resume_point(config: TrainConfig, folder: RunFolder) -> ResumePoint:
+    """Reads only.
+
+    Raises:
+        UsageError: no run there, settings that make it another run, or fewer steps than it has.
+    """
+    changes = changed_settings(folder.read_config(), config)
+    newest = latest_checkpoint(folder.checkpoints)
+    done = int(newest.name.removeprefix("step-")) if newest is not None else 0
+    if config.steps < done:
+        raise UsageError(
+            f"steps={config.steps}, but {folder.root} is already at step {done}; "
+            f"choose --steps {done} or more"
+        )
+    return ResumePoint(checkpoint=newest, changes=changes)
+
+
+def demand_devices(setup: Setup) -> None:
+    """
+    Raises:
+        UsageError: workers.device=cuda, and this machine has fewer GPUs than the run has ranks.
+    """
+    num_ranks = setup.placement.world_size
+    if setup.config.workers.device != "cuda" or torch.cuda.device_count() >= num_ranks:
+        return
+    raise UsageError(
+        f"workers.device=cuda with {num_ranks} ranks, but torch sees {torch.cuda.device_count()} "
+        "GPUs and every rank needs its own: use smaller layouts, workers.colocate or "
+        "workers.device=cpu"
+    )
+
+
+def facts(setup: Setup) -> dict[str, Any]:
+    """What the manifest tells besides the settings."""
+    return {
+        "model": str(setup.model_dir),
+        "reward": setup.reward_name,
+        "plan": setup.proof.plan.summary(),
+    }
 
 
 def start_workers(setup: Setup) -> LocalWorkers:
     everyone = range(setup.placement.world_size)
     return LocalWorkers({**setup.placement.roles(), "sync": everyone}, setup.config.workers)
+
+
+def make_start(
+    setup: Setup,
+    workers: LocalWorkers,
+    folder: RunFolder,
+    *,
+    stop_requested: Callable[[], bool],
+) -> Iterator[Event]:
+    """The supervised steps, where the run has some and has not made them yet."""
+    config = setup.config
+    if config.sft.steps and not folder.has_start():
+        yield from warm_start(
+            workers,
+            task=setup.task,
+            tokenizer=setup.tokenizer,
+            model_dir=setup.model_dir,
+            context_length=setup.model.context_length,
+            trainer=config.trainer,
+            sft=config.sft,
+            seed=config.seed,
+            start=folder.start,
+            stop_requested=stop_requested,
+        )
 
 
 def spawn(workers: LocalWorkers, setup: Setup) -> Roles:
@@ -121,85 +176,3 @@ def spawn(workers: LocalWorkers, setup: Setup) -> Roles:
     )
     sync = workers.spawn("sync", build_sync, config, setup.proof, role="sync")
     return Roles(trainer=trainer, sampler=setup.sampler(engine), sync=sync)
-
-
-def run_loop(
-    setup: Setup,
-    roles: Roles,
-    folder: RunFolder,
-    *,
-    resume: bool,
-    stop_requested: Callable[[], bool],
-) -> Iterator[Event]:
-    """Evaluation, then GRPO steps with evaluations and checkpoints between them."""
-    config = setup.config
-    start = 0
-    newest = latest_checkpoint(folder.checkpoints) if resume else None
-    if newest is not None:
-        start = roles.trainer.call("load", newest, collect="first")["step"]
-        yield Note(f"resumed at step {start} from {newest}")
-    folder.forget_after(start)
-    if not read_jsonl(folder.evals):
-        yield measure(setup, roles, folder, step=0)
-    steps = grpo_steps(
-        trainer=roles.trainer,
-        sampler=roles.sampler,
-        sync=roles.sync,
-        task=setup.task,
-        reward=setup.reward,
-        config=config,
-        start=start,
-    )
-    with closing(open_sink(config.track, folder.tensorboard)) as sink:
-        for step in steps:
-            append_jsonl(folder.metrics, step.metrics)
-            sink.write(step.number, step.metrics)
-            yield Progress("train", step.number, config.steps, step.metrics)
-            is_last = step.number == config.steps
-            stop = stop_requested() and not is_last
-            if is_last or stop or _is_due(step.number, config.checkpoint.every):
-                yield save(setup, roles, folder, step=step.number)
-            if stop:
-                raise Interrupted(
-                    f"stopped after step {step.number} of {config.steps}; go on with "
-                    f"`shardloop train --resume {folder.root}`"
-                )
-            if is_last or _is_due(step.number, config.eval.every):
-                yield measure(setup, roles, folder, step=step.number)
-
-
-def _is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
-
-
-def save(setup: Setup, roles: Roles, folder: RunFolder, *, step: int) -> Saved:
-    path = folder.checkpoints / checkpoint_name(step)
-    roles.trainer.call("save", path, extra={"step": step})
-    with writing(folder.checkpoints):
-        prune_checkpoints(folder.checkpoints, keep=setup.config.checkpoint.keep)
-    return Saved("checkpoint", path)
-
-
-def measure(setup: Setup, roles: Roles, folder: RunFolder, *, step: int) -> Evaluated:
-    """Greedy and sampled reward on the held-out prompts, with the trainer's present weights."""
-    roles.sync.call("sync", roles.trainer.call("version", collect="same"))
-    record: dict[str, Any] = {"step": step, "prompts": len(setup.test_prompts)}
-    for name, sampler in (("greedy", roles.sampler.at(0.0)), ("sampled", roles.sampler)):
-        result = evaluate(sampler, setup.test_prompts, reward=setup.reward)
-        record |= reward_fields(name, list(result.rewards.values()))
-    append_jsonl(folder.evals, record)
-    return Evaluated(step, record)
-
-
-def finish(setup: Setup, roles: Roles, folder: RunFolder) -> Iterator[Event]:
-    """Export, check the export against the engine, write report and curve."""
-    difference = export_policy(
-        roles.trainer,
-        roles.sampler,
-        folder.export,
-        prompts=setup.test_prompts,
-        seed=setup.config.seed,
-    )
-    yield Saved(f"export (transformers agrees to {difference:.0e})", folder.export)
-    yield Saved("report", write_report(folder))
-    yield Saved("curve", folder.curve)

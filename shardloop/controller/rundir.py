@@ -1,7 +1,7 @@
-"""The folder of one run: what lies where, its manifest, what a resumed run takes up. Floor 4.
+"""The folder of one run: what lies where, who may write there, what a resumed run keeps. Floor 4.
 
 <out>/<name>/
-  manifest.json       config, versions, seed, commit, plan: enough to repeat the run
+  manifest.json       what the run is and how it was resumed (see `controller.manifest`)
   start/              the policy RL starts from (Hugging Face format)
   metrics.jsonl       one line per step
   evals.jsonl         one line per held-out evaluation
@@ -10,27 +10,33 @@
   report.md curve.png
 """
 
+import fcntl
 import json
-import platform
-import subprocess
-import sys
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
-from typing import Any
 
-import shardloop
-from shardloop.config import TrainConfig, from_dict, to_dict
-from shardloop.errors import UsageError
-from shardloop.metrics import read_jsonl, writing
+from shardloop.builtin import BUILTIN
+from shardloop.config import TrainConfig
+from shardloop.controller.manifest import read_config
+from shardloop.errors import CheckpointError, UsageError
+from shardloop.hf import WEIGHTS_FILE
+from shardloop.metrics import read_jsonl, replace_text, writing
 
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
+SEEDS_REPORT = "seeds-report.md"
+"""Beside the folders of runs that `--seeds` made."""
+LOCK = ".lock"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, init=False)
 class RunFolder:
     root: Path
+
+    def __init__(self, root: str | Path) -> None:
+        object.__setattr__(self, "root", Path(root))
 
     @property
     def manifest(self) -> Path:
@@ -68,70 +74,128 @@ class RunFolder:
     def report(self) -> Path:
         return self.root / "report.md"
 
-    def write_manifest(self, config: TrainConfig, facts: dict[str, Any]) -> None:
-        """Writes config, versions and `facts` (JSON data); a resumed run writes it anew.
+    def read_config(self) -> TrainConfig:
+        """The settings in force (see `controller.manifest`).
 
         Raises:
-            CheckpointError: it cannot be written.
+            UsageError: no manifest of a run there.
         """
-        record = {
-            "shardloop": shardloop.__version__,
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": sys.argv,
-            "commit": _commit(),
-            "python": platform.python_version(),
-            "platform": platform.platform(),
-            "packages": {name: metadata.version(name) for name in PACKAGES},
-            "config": to_dict(config),
-            **facts,
-        }
-        text = json.dumps(record, indent=2) + "\n"
-        with writing(self.manifest):
-            self.manifest.write_text(text, encoding="utf-8")
+        return read_config(self.manifest)
 
-    def read_config(self) -> TrainConfig:
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """One process at a time works in the folder; the lock ends with its process.
+
+        Raises:
+            UsageError: another process has it. CheckpointError: the folder cannot be written.
+        """
+        with writing(self.root):
+            lock = (self.root / LOCK).open("w", encoding="utf-8")
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UsageError(
+                    f"another process is running in {self.root}; wait for its end, or stop it"
+                ) from error
+            yield
+
+    def demand_new(self) -> None:
+        """Makes the folder where there is none.
+
+        Raises:
+            UsageError: something lies in it. CheckpointError: it cannot be made.
+        """
+        with writing(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+            found = sorted(path.name for path in self.root.iterdir() if path.name != LOCK)
+        if found:
+            raise UsageError(
+                f"{self.root} is not empty ({', '.join(found[:3])}): choose a new folder, or go on "
+                "with the run in it by resume"
+            )
+
+    @contextmanager
+    def removed_if_barren(self) -> Iterator[None]:
+        """A new run that fails before it has a start or a step to go on from leaves no folder."""
+        done = False
         try:
-            record = json.loads(self.manifest.read_text(encoding="utf-8"))
-            return from_dict(TrainConfig, record["config"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{self.manifest} is not a run's manifest: {error}") from error
+            yield
+            done = True
+        finally:
+            if not (done or self.has_progress()):
+                self._remove()
+
+    def has_progress(self) -> bool:
+        """Whether resuming this run would save work."""
+        return self.has_start() or bool(self.metrics.exists() and self.metrics.stat().st_size)
+
+    def has_start(self) -> bool:
+        """Whether the start is whole: the weights of a model folder are written last."""
+        return (self.start / WEIGHTS_FILE).is_file()
+
+    def _remove(self) -> None:
+        """Takes away what a run writes; what else lies in the folder stays, and so does it."""
+        ours = (self.manifest, self.start, self.evals, self.checkpoints, self.tensorboard)
+        for path in (*ours, *(self.root / name for name in (*BUILTIN, LOCK))):
+            with suppress(FileNotFoundError):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        with suppress(OSError):
+            self.root.rmdir()
 
     def forget_after(self, step: int) -> None:
-        """Drops metrics and evaluations of steps after `step`, which a resumed run makes again.
+        """Drops metrics and evaluations of steps after `step`, which a resumed run makes again,
+        and the rest of a line that a crash cut off.
 
         Raises:
-            CheckpointError: the files cannot be written.
+            CheckpointError: the files cannot be written, or are damaged.
         """
         for path in (self.metrics, self.evals):
             records = read_jsonl(path)
-            kept = [record for record in records if record["step"] <= step]
-            if len(kept) < len(records):
-                temporary = path.with_suffix(".tmp")
-                with writing(path):
-                    temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
-                    temporary.replace(path)
+            lost = [record for record in records if not isinstance(record.get("step"), int)]
+            if lost:
+                raise CheckpointError(f"{path} is damaged: {lost[0]} has no step; delete that line")
+            lines = [json.dumps(record) + "\n" for record in records if record["step"] <= step]
+            kept = "".join(lines)
+            if path.exists() and path.read_bytes() != kept.encode():
+                replace_text(path, kept)
+
+
+def planned_run_folder(config: TrainConfig, *, label: str) -> Path:
+    """`out/name`; without a name `out/<label>-seed<seed>`, numbered from 2 where that exists.
+
+    Raises:
+        UsageError: the named folder exists already, or the name is no name of a folder.
+    """
+    if config.name is None:
+        stem = f"{label}-seed{config.seed}"
+        names = (stem, *(f"{stem}-{n}" for n in range(2, 10_000)))
+    else:
+        names = (config.name,)
+    for root in (config.out / name for name in names):
+        if not os.path.lexists(root):
+            return root
+    raise UsageError(
+        f"{config.out / names[0]} exists; choose another --name, or go on with it by --resume"
+    )
 
 
 def create_run_folder(config: TrainConfig, *, label: str) -> RunFolder:
-    """A new folder `out/name`; without a name, `out/<label>-seed<seed>`, numbered if it exists.
+    """A new folder, named as `planned_run_folder` says.
 
     Raises:
-        UsageError: the named folder exists already, or cannot be made.
+        UsageError: as there, or the folder cannot be made.
     """
-    if config.name is not None:
-        candidates = [config.out / config.name]
-    else:
-        stem = f"{label}-seed{config.seed}"
-        candidates = [config.out / stem, *(config.out / f"{stem}-{n}" for n in range(2, 10_000))]
-    for root in candidates:
+    while True:
+        root = planned_run_folder(config, label=label)
         try:
             root.mkdir(parents=True)
-            return RunFolder(root)
         except FileExistsError:
-            continue
+            continue  # another run has just taken it
         except OSError as error:
             raise UsageError(f"cannot make the run's folder {root}: {error}") from error
-    raise UsageError(f"{candidates[0]} exists; choose another --name, or go on with it by --resume")
+        else:
+            return RunFolder(root)
 
 
 def open_run_folder(root: Path) -> RunFolder:
@@ -142,17 +206,5 @@ def open_run_folder(root: Path) -> RunFolder:
     """
     folder = RunFolder(root)
     if not folder.manifest.is_file():
-        raise UsageError(f"--resume {root}: no manifest.json there; give the folder of a run")
+        raise UsageError(f"{root}: no manifest.json there; give the folder of a run")
     return folder
-
-
-def _commit() -> str | None:
-    """Commit of the checkout the package runs from; None for an installed package."""
-    here = Path(shardloop.__file__).parent
-    try:
-        answer = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, timeout=5
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return answer.stdout.strip() if answer.returncode == 0 else None

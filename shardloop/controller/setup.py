@@ -5,6 +5,7 @@ Called by `controller.run`; `read_model` and `engine_layout` also by what runs a
 layouts, proves the reshard plan, and looks at the prompts.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from shardloop import hf
 from shardloop.config import TrainConfig
 from shardloop.controller.groups import WorkerGroup
 from shardloop.controller.placement import Placement
-from shardloop.controller.rollouts import Sampler, prompt_ids
+from shardloop.controller.rollouts import Sampler, prompt_ids, solution_row
 from shardloop.errors import LayoutError, ModelError
 from shardloop.families import CanonicalModel, canonical_model
 from shardloop.layout import Layout, make_layout, parse_layout
@@ -22,12 +23,14 @@ from shardloop.model import DecoderConfig
 from shardloop.parallel.mesh import trainer_axes
 from shardloop.reshard.plan import plan_reshard
 from shardloop.reshard.verify import Proof, verify
-from shardloop.rewards import load_reward
+from shardloop.rewards import REWARDS, check_answer, load_reward
 from shardloop.tasks import FiniteTask, evaluation_prompts, load_task, stop_token_ids
 from shardloop.types import Prompt, RewardFn, Sampling, Task, Tokenizer
 
-MOST_CHECKED = 2_000
-"""Training prompts that are tokenised and measured before the start."""
+MOST_CHECKED = 10_000
+"""Training prompts that are looked at before the start: tokenised, measured, their answers read."""
+MOST_PROCESSES = max(64, 8 * (os.cpu_count() or 1))
+"""All ranks are processes of this machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,35 +106,57 @@ def resolve(config: TrainConfig, model_dir: Path) -> Setup:
     tokenizer = hf.load_tokenizer(model_dir)
     src = trainer_layout(model.canonical, config.trainer.layout)
     dst = engine_layout(model.canonical, config.engine.layout)
-    placement = Placement.of(
-        trainers=src.world_size, engines=dst.world_size, colocate=config.workers.colocate
-    )
+    placement = _place(src, dst, colocate=config.workers.colocate)
     plan = plan_reshard(
         src, dst, src_ranks=placement.trainer_ranks, dst_ranks=placement.engine_ranks
     )
     task = load_task(config.task)
     reward_name = config.reward if config.reward is not None else task.default_reward
-    reward = load_reward(reward_name, task=task)
-    test_prompts = evaluation_prompts(task, count=config.eval.prompts)
-    for prompt in (*test_prompts, *first_train_prompts(task, config)):
-        prompt_ids(
-            prompt,
-            tokenizer,
-            max_tokens=config.sampling.max_tokens,
-            context_length=model.context_length,
-        )
-    return Setup(
+    setup = Setup(
         config=config,
         model_dir=model_dir,
         model=model,
         tokenizer=tokenizer,
         task=task,
-        reward=reward,
+        reward=load_reward(reward_name, task=task),
         reward_name=reward_name,
-        test_prompts=test_prompts,
+        test_prompts=evaluation_prompts(task, count=config.eval.prompts),
         placement=placement,
         proof=verify(plan),
     )
+    check_prompts(setup)
+    return setup
+
+
+def _place(src: Layout, dst: Layout, *, colocate: bool) -> Placement:
+    trainers, engines = src.world_size, dst.world_size
+    num_processes = max(trainers, engines) if colocate else trainers + engines
+    if num_processes > MOST_PROCESSES:
+        raise LayoutError(
+            f"trainer.layout={src.spec} and engine.layout={dst.spec} need {num_processes} processes"
+            f" on this machine; choose layouts of at most {MOST_PROCESSES} together"
+        )
+    return Placement.of(trainers=trainers, engines=engines, colocate=colocate)
+
+
+def check_prompts(setup: Setup) -> None:
+    """Whether the prompts that a run meets first can be asked, judged and, in SFT, imitated.
+
+    Raises:
+        UsageError: sampling.max-tokens fills the context. ModelError: no token ends an answer, or
+            the chat template fails. TaskError: names the first prompt that cannot be used.
+    """
+    config, tokenizer = setup.config, setup.tokenizer
+    context_length = setup.model.context_length
+    max_tokens = setup.sampling.max_tokens
+    train_prompts = first_train_prompts(setup.task, config)
+    for prompt in (*setup.test_prompts, *train_prompts):
+        prompt_ids(prompt, tokenizer, max_tokens=max_tokens, context_length=context_length)
+        if setup.reward_name in REWARDS:
+            check_answer(setup.reward, prompt)
+    if config.sft.steps > 0:
+        for prompt in train_prompts:
+            solution_row(prompt, tokenizer, context_length)
 
 
 def trainer_layout(model: CanonicalModel, spec: str) -> Layout:
@@ -155,7 +180,11 @@ def engine_layout(model: CanonicalModel, spec: str) -> Layout:
 
 
 def first_train_prompts(task: Task, config: TrainConfig) -> Sequence[Prompt]:
-    """Every training prompt of a task that has few, the first step's of one that has many."""
+    """Every training prompt of a task that has few, or else those of a run's beginning."""
     known = len(task.train) if isinstance(task, FiniteTask) else 0
-    count = max(config.grpo.prompts_per_step, min(known, MOST_CHECKED))
-    return task.prompts("train", seed=config.seed, start=0, count=count)
+    count = config.grpo.prompts_per_step
+    if known > MOST_CHECKED:
+        count *= config.steps
+    elif known:
+        count = known
+    return task.prompts("train", seed=config.seed, start=0, count=min(count, MOST_CHECKED))

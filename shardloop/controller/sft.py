@@ -4,7 +4,7 @@
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,12 @@ def fine_tune(
     trainer: TrainerConfig,
     workers: WorkersConfig,
     seed: int,
-) -> Iterator[Event]:
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> Generator[Event, None, None]:
     """Supervised steps on ranks of a trainer alone; the result is the model folder `out`.
 
     Raises:
+        Interrupted: `stop_requested` became true; nothing was written.
         UsageError: `out` exists, or an unknown task. ModelError, LayoutError: as in a run.
         TaskError: as `sft_steps`. CheckpointError: `out` cannot be written.
     """
@@ -58,6 +60,7 @@ def fine_tune(
                 sft=sft,
                 seed=seed,
                 start=out,
+                stop_requested=stop_requested,
             )
 
 
@@ -91,7 +94,10 @@ def warm_start(
     for metrics in steps:
         yield Progress("sft", metrics["step"], sft.steps, metrics)
         if stop_requested():
-            raise Interrupted(f"stopped after SFT step {metrics['step']}; nothing was written")
+            raise Interrupted(
+                f"stopped after SFT step {metrics['step']} of {sft.steps}; a supervised start is "
+                "kept only when it is whole: give the same command to make it from its first step"
+            )
     group.call("export", start)
     workers.run(release, "sft", role="trainer")
     yield Saved("warm start", start)

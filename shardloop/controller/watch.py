@@ -19,13 +19,15 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
-from shardloop.controller.faults import Fault, culprit, died, raised, stack_of
+from shardloop.controller.faults import Fault, blame, culprit, died, raised, stack_of
 from shardloop.controller.launch import Processes
 from shardloop.errors import WorkerTimeout
 from shardloop.parallel.worker import STARTED, stack_file
 
 SETTLE_S = 0.5
 """After the first failure, the time the others get to report theirs: echoes can be faster."""
+LONGEST_WAIT_S = 3600.0
+"""The operating system takes no more than some weeks for one wait; a longer one is repeated."""
 DEATH_S = 3.0
 """Most time between the end of a rank's pipe and that of its process."""
 
@@ -90,16 +92,16 @@ class Watch:
         return is_known and not any(expected.missing() for expected in self._expected.values())
 
     def _timeout(self, expected: Expected, timeout_s: float) -> WorkerTimeout:
-        missing, folder = expected.missing(), self._processes.folder
-        stacks = "".join(
-            f"\n\n{self._name(rank)} is in:\n"
-            f"{stack_of(self._processes.by_rank[rank], stack_file(folder, rank))}"
-            for rank in missing
-        )
+        folder = self._processes.folder
+        stacks = {
+            rank: stack_of(self._processes.by_rank[rank], stack_file(folder, rank))
+            for rank in expected.missing()
+        }
+        texts = (f"\n\n{self._name(rank)} is in:\n{stack}" for rank, stack in stacks.items())
         return WorkerTimeout(
             f"{expected.label}: no answer within {timeout_s:g} s from "
-            f"{', '.join(self._name(rank) for rank in missing)}; "
-            f"raise workers.timeout-s if the work is that long{stacks}"
+            f"{blame(stacks, name=self._name)}; "
+            f"raise workers.timeout-s if the work is that long{''.join(texts)}"
         )
 
     def _pump(self, timeout_s: float) -> None:
@@ -107,7 +109,9 @@ class Watch:
         living = {r: p for r, p in self._processes.by_rank.items() if r not in self._dead}
         sources: dict[Any, int] = {p.sentinel: rank for rank, p in living.items()}
         sources |= {self._processes.connections[rank]: rank for rank in living}
-        for rank in {sources[ready] for ready in wait(list(sources), timeout_s)}:
+        for rank in {
+            sources[ready] for ready in wait(list(sources), min(timeout_s, LONGEST_WAIT_S))
+        }:
             has_ended = living[rank].exitcode is not None
             pipe_is_open = self._take_answers(rank)
             if not pipe_is_open:

@@ -60,7 +60,10 @@ class Engine(Protocol):
         ...
 
     def write(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Within an update: copy each second tensor into the first, a view of `tensors()`."""
+        """Within an update: copy each second tensor into the first, a view of `tensors()`.
+
+        The two have one shape; the value is cast to the view's dtype.
+        """
         ...
 
     def commit_update(self) -> None:
@@ -109,6 +112,21 @@ class UpdateGate:
             )
 
 
+def copy_pairs(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy each second tensor into the first.
+
+    Raises:
+        UsageError: shapes that differ; pairs before that one are written.
+    """
+    for local, value in pairs:
+        if local.shape != value.shape:
+            raise UsageError(
+                f"write of a value of shape {tuple(value.shape)} into a view of shape "
+                f"{tuple(local.shape)}; give both one shape"
+            )
+        local.copy_(value)
+
+
 def check_requests(
     requests: Sequence[Request],
     *,
@@ -119,9 +137,9 @@ def check_requests(
     """Refuse a list of requests as a whole if any one of them cannot run.
 
     Raises:
-        UsageError: naming the sample, the value and the limit: an empty prompt, ids outside the
-            vocabulary, no room for prompt and max_tokens in `max_model_len`, or a sample id that
-            is already in flight.
+        UsageError: naming the sample, the value and the limit: an empty prompt, ids that are no
+            tuple of integers or outside the vocabulary, no room for prompt and max_tokens in
+            `max_model_len`, or a sample id that is already in flight.
     """
     taken = set(in_flight)
     for request in requests:
@@ -147,6 +165,10 @@ def check_requests(
 
 
 def _check_ids(request: Request, what: str, ids: Sequence[int], *, vocab_size: int) -> None:
+    odd = [token for token in ids if type(token) is not int]
+    if odd or type(ids) is not tuple:
+        found = f"holds {odd[0]!r}" if odd else f"is a {type(ids).__name__}"
+        raise UsageError(f"{request.sample_id}: {what} {found}; pass a tuple of Python integers")
     outside = [token for token in ids if not 0 <= token < vocab_size]
     if outside:
         raise UsageError(

@@ -9,22 +9,26 @@ Held by the workers of the engine role. Floor 3.
 A step decodes all slots in use as one batch and fills free slots from the queue. A prompt goes
 through the model once; its samples copy its keys and values. An update drops every key and value:
 sequences in flight go through the new weights as wholes before their next token.
+
+An error loses nothing: a request leaves the queue when it has a slot, and a slot's tokens change
+only by a whole step. The next step does what the failed one would have done.
 """
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardloop.engines.base import UpdateGate, check_requests
+from shardloop.engines.base import UpdateGate, check_requests, copy_pairs
 from shardloop.engines.prefix import PrefixStore
 from shardloop.engines.runner import Runner
 from shardloop.engines.sampling import draw
 from shardloop.engines.slots import Slots
 from shardloop.engines.weights import local_pairs
-from shardloop.errors import ModelError, UsageError
+from shardloop.errors import ModelError, PolicyDiverged, ShardloopError, UsageError
 from shardloop.layout import Layout
 from shardloop.model import Decoder, DecoderConfig, TensorParallel
 from shardloop.reshard.bind import check_bound
@@ -117,35 +121,39 @@ class LocalEngine:
 
     def write(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         self._gate.check_updating("write")
-        for local, value in pairs:
-            local.copy_(value)
+        copy_pairs(pairs)
 
     def commit_update(self) -> None:
         """As `Engine.commit_update`; the update stays open if it leaves the weights unusable.
 
         Raises:
             UsageError: no update is open.
-            ModelError: tensors with elements that are not finite, all listed: the update did not
-                write them (fresh weights are NaN) or the policy diverged.
+            PolicyDiverged: tensors with elements that are not finite; that is also what an update
+                leaves of fresh weights, which are NaN, if it does not write all of them.
         """
         self._gate.check_updating("commit_update")
-        broken = [name for name, tensor in self.tensors().items() if not _all_finite(tensor)]
-        if broken:
-            raise ModelError(
-                f"not all elements are finite after the update: {', '.join(broken)}; "
-                "write every tensor, from a policy that has not diverged"
-            )
+        self._check_finite(
+            PolicyDiverged, "the policy has diverged (lower the learning rate), or was not written"
+        )
         self._gate.commit()
 
     def load_from_state_dict(self, state_dict: Mapping[str, Tensor], *, version: int = 0) -> None:
         """A whole update from tensors by Hugging Face name, cast to the engine's dtype.
 
         Raises:
-            ModelError: missing, unknown or misshapen tensors, all listed; the update stays open.
+            ModelError: missing, unknown or misshapen tensors, all listed, or elements that are not
+                finite in the engine's dtype; the update stays open.
         """
         self.begin_update(version)
         self.write(local_pairs(self._layout, self._rank, self.tensors(), state_dict))
-        self.commit_update()
+        self._check_finite(ModelError, "the state dict is damaged, or too large for this dtype")
+        self._gate.commit()
+
+    def _check_finite(self, kind: type[ShardloopError], why: str) -> None:
+        broken = [name for name, tensor in self.tensors().items() if not _all_finite(tensor)]
+        if broken:
+            more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
+            raise kind(f"weights that are not finite: {', '.join(broken[:3])}{more}; {why}")
 
     def submit(self, requests: Sequence[Request]) -> None:
         check_requests(
@@ -154,14 +162,15 @@ class LocalEngine:
             vocab_size=self._config.vocab_size,
             max_model_len=self.max_model_len,
         )
+        if requests:
+            num_wanted = self.num_in_flight + len(requests)
+            self._slots.reserve(
+                num_slots=min(self.max_slots, 1 << (num_wanted - 1).bit_length()),
+                num_tokens=max(len(r.prompt_ids) + r.sampling.max_tokens for r in requests),
+            )
         for request in requests:
             self._prefixes.acquire(request.prompt_ids)
         self._queue.extend(requests)
-        if requests:
-            self._slots.reserve(
-                num_slots=min(self.max_slots, 1 << (self.num_in_flight - 1).bit_length()),
-                num_tokens=max(len(r.prompt_ids) + r.sampling.max_tokens for r in requests),
-            )
 
     def step(self) -> list[Completion]:
         self._gate.check_ready("step")
@@ -188,9 +197,9 @@ class LocalEngine:
                     else:
                         others.append(completion)
         finally:
+            self._unclaimed = others
             # After an error the engine must be as if these had never been asked for.
             self.abort([sample for sample in wanted if sample in open_ids])
-            self._unclaimed += others
         return [done[sample] for sample in wanted]
 
     def abort(self, sample_ids: Iterable[SampleId]) -> list[Completion]:
@@ -225,17 +234,18 @@ class LocalEngine:
         if len(self._slots):
             logits.append(self._runner.refill() if self._stale else self._runner.decode())
         self._stale = False
-        num_free = min(self.max_slots - len(self._slots), len(self._queue))
-        if num_free:
-            admitted = [self._queue.popleft() for _ in range(num_free)]
+        admitted = list(islice(self._queue, self.max_slots - len(self._slots)))
+        if admitted:
             logits.append(self._runner.admit(admitted, version=self.version))
+            for _ in admitted:
+                self._queue.popleft()
         return torch.cat(logits)
 
     def _draw(self, logits_nV: Tensor) -> None:
         if not _all_finite(logits_nV):
-            raise ModelError(
+            raise PolicyDiverged(
                 f"the weights of version={self.version} give logits that are not finite; "
-                "the policy has diverged or overflows its dtype"
+                "the policy has diverged, or overflows its dtype: lower the learning rate"
             )
         drawn = draw(logits_nV, self._slots.sampling, positions_n=self._slots.num_drawn_n())
         self._slots.append(drawn, version=self.version)

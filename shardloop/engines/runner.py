@@ -46,16 +46,17 @@ class Runner:
     def admit(self, requests: Sequence[Request], *, version: int) -> Tensor:
         """Give requests slots after those in use; logits of the first token of each.
 
-        Only prompts that no entry of `version` holds go through the model, each once.
+        Only prompts that no entry of `version` holds go through the model, each once. If that
+        fails, no request has a slot.
         """
         prompts = [request.prompt_ids for request in requests]
         missing = self._prefixes.missing(prompts, version=version)
         for rows, batch in self._prefill(missing):
             self._prefixes.put([missing[row] for row in rows], batch, version=version)
-        first = len(self._slots)
-        self._slots.admit(requests)
         sources = [self._prefixes.get(prompt, version=version) for prompt in prompts]
-        return self._place(sources, first=first)
+        logits_nV = self._place(sources, first=len(self._slots))
+        self._slots.admit(requests)
+        return logits_nV
 
     def refill(self) -> Tensor:
         """All sequences in use through the model as wholes; their next-token logits [n, V]."""

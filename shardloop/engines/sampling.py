@@ -13,9 +13,12 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from shardloop.head import temper_
 from shardloop.splitmix import shift_right, splitmix64
 from shardloop.types import Request, SampleId
 
+NO_LIMIT = 2**63 - 1
+"""A top-k as large as a tensor can say, and larger than any vocabulary."""
 TOP_P_SLACK = 1e-6
 """A kept set may fall short of top_p by this much: rounding must not add a token to a full set."""
 
@@ -55,7 +58,7 @@ class SamplingRows:
             keys_n=column(keys, torch.int64),
             temperature_n=column([s.temperature for s in drawn], torch.float64),
             top_p_n=column([s.top_p for s in drawn], torch.float64),
-            top_k_n=column([s.top_k for s in drawn], torch.int64),
+            top_k_n=column([min(s.top_k, NO_LIMIT) for s in drawn], torch.int64),
         )
 
 
@@ -79,10 +82,8 @@ def draw(logits_nV: Tensor, rows: SamplingRows, *, positions_n: Tensor) -> Drawn
         positions_n: int64, how many tokens each sample has drawn before.
     """
     greedy_n = rows.temperature_n == 0
-    temperature_n = torch.where(greedy_n, 1.0, rows.temperature_n).to(logits_nV.dtype)
-    # The maximum goes first, or a tiny temperature would overflow.
-    top_nV = logits_nV - logits_nV.amax(-1, keepdim=True)
-    logprobs_nV = torch.log_softmax(top_nV / temperature_n[:, None], dim=-1)
+    temperature_n = torch.where(greedy_n, 1.0, rows.temperature_n)
+    logprobs_nV = torch.log_softmax(temper_(logits_nV.clone(), temperature_n), dim=-1)
     probs_nV = truncate(logprobs_nV.double().exp(), top_p_n=rows.top_p_n, top_k_n=rows.top_k_n)
     cdf_nV = probs_nV.cumsum(-1)
     mass_n = cdf_nV[:, -1]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from shardloop.engines.base import UpdateGate, check_requests
+from shardloop.engines.base import UpdateGate, check_requests, copy_pairs
 from shardloop.errors import UsageError
 from shardloop.layout import Layout
 from shardloop.types import Completion, FinishReason, Request, SampleId
@@ -103,8 +103,7 @@ class ScriptedEngine:
 
     def write(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         self._gate.check_updating("write")
-        for local, value in pairs:
-            local.copy_(value)
+        copy_pairs(pairs)
 
     def commit_update(self) -> None:
         self._gate.commit()

@@ -33,7 +33,6 @@ class Slots:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.requests: list[Request] = []
         self.device = device
         # Zeros, not garbage: a masked position has weight 0, and 0 * NaN would still be NaN.
         self.kv_L2SKCE = torch.zeros(
@@ -44,7 +43,7 @@ class Slots:
         self.behave_SC = torch.zeros(0, 0, dtype=torch.float64, device=device)
         self.full_SC = torch.zeros(0, 0, dtype=torch.float64, device=device)
         self.length_S = torch.zeros(0, dtype=torch.int64, device=device)
-        self._describe()
+        self._hold([])
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -56,21 +55,26 @@ class Slots:
         more_room = -(-max(0, num_tokens - room) // _ROOM_STEP) * _ROOM_STEP
         if not more_slots and not more_room:
             return
-        self.kv_L2SKCE = F.pad(self.kv_L2SKCE, (0, 0, 0, more_room, 0, 0, 0, more_slots))
+        grown = {"kv_L2SKCE": F.pad(self.kv_L2SKCE, (0, 0, 0, more_room, 0, 0, 0, more_slots))}
         for name in ("token_ids_SC", "version_SC", "behave_SC", "full_SC"):
-            setattr(self, name, F.pad(getattr(self, name), (0, more_room, 0, more_slots)))
-        self.length_S = F.pad(self.length_S, (0, more_slots))
+            grown[name] = F.pad(getattr(self, name), (0, more_room, 0, more_slots))
+        grown["length_S"] = F.pad(self.length_S, (0, more_slots))
+        # All or nothing: memory may have run out on the way here.
+        for name, tensor in grown.items():
+            setattr(self, name, tensor)
 
     def admit(self, requests: Sequence[Request]) -> None:
-        """Give each request a slot after those in use; the caller supplies keys and values."""
+        """Give each request a slot after those in use, where its keys and values are already.
+
+        If it fails, the slots in use are as they were.
+        """
         first = len(self.requests)
         for slot, request in enumerate(requests, start=first):
             prompt = torch.tensor(request.prompt_ids, device=self.device)
             self.token_ids_SC[slot, : len(prompt)] = prompt
         lengths = [len(request.prompt_ids) for request in requests]
         self.length_S[first : first + len(lengths)] = torch.tensor(lengths, device=self.device)
-        self.requests.extend(requests)
-        self._describe()
+        self._hold([*self.requests, *requests])
 
     def append(self, drawn: Drawn, *, version: int) -> None:
         """One more token for every sequence."""
@@ -107,10 +111,10 @@ class Slots:
         moved = [slot for slot in range(num_left, len(self)) if slot not in ended]
         if holes:
             self._move(src=moved, dst=holes)
+        left = self.requests[:num_left]
         for source, hole in zip(moved, holes, strict=True):
-            self.requests[hole] = self.requests[source]
-        del self.requests[num_left:]
-        self._describe()
+            left[hole] = self.requests[source]
+        self._hold(left)
         return completions
 
     def drop_cache(self) -> None:
@@ -129,21 +133,22 @@ class Slots:
         ):
             tensor[dst] = tensor[src]
 
-    def _describe(self) -> None:
-        """Tensors that say what each request in a slot wants."""
-        wanted = [request.sampling for request in self.requests]
+    def _hold(self, requests: list[Request]) -> None:
+        """Take `requests` for the slots in use, with tensors that say what each of them wants."""
+        wanted = [request.sampling for request in requests]
         most_stops = max((len(s.stop_token_ids) for s in wanted), default=0)
         padded = [(*s.stop_token_ids, *[-1] * (most_stops - len(s.stop_token_ids))) for s in wanted]
-        self.sampling = SamplingRows.of(self.requests, device=self.device)
-        self.num_prompt_n = torch.tensor(
-            [len(request.prompt_ids) for request in self.requests], dtype=torch.int64
-        ).to(self.device)
-        self._max_tokens_n = torch.tensor([s.max_tokens for s in wanted], dtype=torch.int64).to(
-            self.device
-        )
-        self._stop_ids_nX = torch.tensor(padded, dtype=torch.int64, device=self.device).view(
-            len(wanted), most_stops
-        )
+
+        def column(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+        sampling = SamplingRows.of(requests, device=self.device)
+        num_prompt_n = column([len(request.prompt_ids) for request in requests])
+        max_tokens_n = column([s.max_tokens for s in wanted])
+        stop_ids_nX = torch.tensor(padded, dtype=torch.int64, device=self.device)
+        self.requests, self.sampling, self.num_prompt_n = requests, sampling, num_prompt_n
+        self._max_tokens_n = max_tokens_n
+        self._stop_ids_nX = stop_ids_nX.view(len(wanted), most_stops)
 
     def _completion(self, slot: int, *, aborted: bool) -> Completion:
         request = self.requests[slot]

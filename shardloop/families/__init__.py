@@ -8,6 +8,7 @@ from typing import Any
 
 from shardloop.errors import ModelError
 from shardloop.families.base import CanonicalModel, build_model
+from shardloop.families.fields import Fields
 from shardloop.families.llama import LLAMA
 from shardloop.families.qwen2 import QWEN2
 from shardloop.families.qwen3 import QWEN3
@@ -30,4 +31,4 @@ def canonical_model(hf_config: Mapping[str, Any]) -> CanonicalModel:
     return build_model(family, hf_config)
 
 
-__all__ = ["FAMILIES", "CanonicalModel", "canonical_model"]
+__all__ = ["FAMILIES", "CanonicalModel", "Fields", "canonical_model"]

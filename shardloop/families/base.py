@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from shardloop.errors import ModelError
+from shardloop.families.fields import Fields
 
 LAYER_PREFIX = "model.layers.{layer}."
 
@@ -113,9 +114,11 @@ def build_model(family: Family, config: Mapping[str, Any]) -> CanonicalModel:
     """Fill a family's table with the sizes of one config.
 
     Raises:
-        ModelError: sizes are missing or not positive whole numbers, or do not divide as they must.
+        ModelError: sizes are missing or not positive whole numbers, or do not divide as they must;
+            a flag is neither true nor false.
     """
-    sizes = _read_sizes(family, config)
+    fields = Fields(config)
+    sizes = _read_sizes(family, fields)
     num_layers = sizes["num_hidden_layers"]
     num_heads = sizes["num_attention_heads"]
     num_kv_heads = sizes["num_key_value_heads"]
@@ -128,7 +131,7 @@ def build_model(family: Family, config: Mapping[str, Any]) -> CanonicalModel:
         "kv": num_kv_heads * head_dim,
         "head_dim": head_dim,
     }
-    tied = bool(config.get("tie_word_embeddings", False))
+    tied = fields.flag("tie_word_embeddings")
 
     def make(row: Row, template: str, layers: tuple[int, int]) -> TensorClass:
         dims = tuple(Dim(meaning, size_of[meaning]) for meaning in row.meanings.split())
@@ -141,7 +144,7 @@ def build_model(family: Family, config: Mapping[str, Any]) -> CanonicalModel:
     classes += [
         make(row, LAYER_PREFIX + row.key, (0, num_layers))
         for row in family.rows
-        if row.when is None or config.get(row.when, False)
+        if row.when is None or fields.flag(row.when)
     ]
     classes.append(top("model.norm.weight", "hidden", num_layers))
     if not tied:
@@ -160,6 +163,29 @@ def build_model(family: Family, config: Mapping[str, Any]) -> CanonicalModel:
     )
 
 
+def _read_sizes(family: Family, config: Fields) -> dict[str, int]:
+    sizes = {key: config.whole(key) for key in REQUIRED}
+    hidden_size, num_heads = sizes["hidden_size"], sizes["num_attention_heads"]
+    num_kv_heads = (
+        config.whole("num_key_value_heads") if config.has("num_key_value_heads") else num_heads
+    )
+    if num_heads % num_kv_heads:
+        raise ModelError(
+            f"num_key_value_heads={num_kv_heads} does not divide "
+            f"num_attention_heads={num_heads}; each kv head must serve the same number of q heads"
+        )
+    head_dim = config.whole("head_dim") if config.has("head_dim") else family.head_dim
+    if head_dim is None and hidden_size % num_heads:
+        raise ModelError(
+            f"num_attention_heads={num_heads} does not divide hidden_size={hidden_size} and the "
+            "config has no head_dim; set head_dim"
+        )
+    return sizes | {
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": hidden_size // num_heads if head_dim is None else head_dim,
+    }
+
+
 REQUIRED = (
     "vocab_size",
     "hidden_size",
@@ -167,39 +193,3 @@ REQUIRED = (
     "num_hidden_layers",
     "num_attention_heads",
 )
-
-
-def _read_sizes(family: Family, config: Mapping[str, Any]) -> dict[str, int]:
-    missing = [key for key in REQUIRED if config.get(key) is None]
-    if missing:
-        raise ModelError(
-            f"the {family.model_type} config lacks {', '.join(missing)}; "
-            f"pass the whole content of the model's config.json"
-        )
-    sizes = {key: config[key] for key in REQUIRED}
-    num_heads = sizes["num_attention_heads"]
-    for key, default in (("num_key_value_heads", num_heads), ("head_dim", family.head_dim)):
-        given = config.get(key)
-        sizes[key] = default if given is None else given
-    _require_positive(family, {key: size for key, size in sizes.items() if size is not None})
-    if sizes["head_dim"] is None:
-        if sizes["hidden_size"] % num_heads:
-            raise ModelError(
-                f"num_attention_heads={num_heads} does not divide hidden_size="
-                f"{sizes['hidden_size']} and the config has no head_dim; set head_dim"
-            )
-        sizes["head_dim"] = sizes["hidden_size"] // num_heads
-    if num_heads % sizes["num_key_value_heads"]:
-        raise ModelError(
-            f"num_key_value_heads={sizes['num_key_value_heads']} does not divide "
-            f"num_attention_heads={num_heads}; each kv head must serve the same number of q heads"
-        )
-    return sizes
-
-
-def _require_positive(family: Family, sizes: Mapping[str, Any]) -> None:
-    for key, size in sizes.items():
-        if type(size) is not int or size < 1:
-            raise ModelError(
-                f"{key}={size!r} in the {family.model_type} config; it must be a whole number >= 1"
-            )

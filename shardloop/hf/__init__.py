@@ -3,7 +3,9 @@
 The only package that imports transformers, so that its renames are met in one place. Nothing here
 reaches the network, and no code from a model folder is run.
 
+    reading     JSON, and other libraries' errors as ours
     config      config.json, and whether the folder is usable
+    headers     which tensors the weight files hold
     weights     transformers models, tensors by name, exports
     tokenizer   text and prompts to ids and back
 """
@@ -11,9 +13,9 @@ reaches the network, and no code from a model folder is run.
 from transformers.utils import logging as transformers_logging
 
 from shardloop.hf.config import load_config
+from shardloop.hf.headers import WEIGHTS_FILE
 from shardloop.hf.tokenizer import HFTokenizer, load_tokenizer
 from shardloop.hf.weights import (
-    WEIGHTS_FILE,
     load_model,
     load_weights,
     save_hf_folder,

@@ -3,21 +3,28 @@
 Called before a run starts and by `hf.weights`.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+from transformers import AutoConfig
+
 from shardloop.errors import ModelError
+from shardloop.families import Fields, canonical_model
+from shardloop.hf.headers import check_weights
+from shardloop.hf.reading import as_model_error, read_json
 from shardloop.model import DecoderConfig
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
 def load_config(model_dir: Path) -> dict[str, Any]:
     """Contents of `config.json`, once the folder is known to be usable.
 
     Raises:
-        ModelError: there is no such folder, no config, a model that `DecoderConfig.from_hf`
-            refuses, no safetensors weights, or a tokenizer with ids that the model has no embedding
-            for.
+        ModelError: there is no such folder, no config, a model that `DecoderConfig.from_hf` or
+            transformers refuses, weights that do not fit (see `check_weights`), or a tokenizer with
+            ids that the model has no embedding for.
     """
     if not model_dir.is_dir():
         raise ModelError(
@@ -28,45 +35,46 @@ def load_config(model_dir: Path) -> dict[str, Any]:
         raise ModelError(f"{model_dir}: no config.json; give a model folder in Hugging Face format")
     try:
         num_embeddings = DecoderConfig.from_hf(config).vocab_size
+        _check_what_transformers_uses(Fields(config), num_embeddings)
     except ModelError as error:
         raise ModelError(f"{model_dir}: {error}") from error
-    if not any(model_dir.glob("*.safetensors")):
-        raise ModelError(f"{model_dir}: no weights; put *.safetensors files beside config.json")
-    num_ids = _num_tokenizer_ids(model_dir)
+    with as_model_error(f"{model_dir}/config.json: transformers refuses it"):
+        AutoConfig.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
+    check_weights(model_dir, canonical_model(config))
+    if (model_dir / "tokenizer.json").is_file():
+        check_num_ids(model_dir, num_tokenizer_ids(model_dir), num_embeddings)
+    return config
+
+
+def _check_what_transformers_uses(config: Fields, num_embeddings: int) -> None:
+    for key in ("dtype", "torch_dtype"):
+        if config.has(key):
+            config.choice(key, DTYPES, default="float32")
+    config.ids("eos_token_id", below=num_embeddings)
+    if config.has("pad_token_id"):
+        # Some folders write -1 for none.
+        config.whole("pad_token_id", least=-1, most=num_embeddings - 1)
+
+
+def num_tokenizer_ids(model_dir: Path) -> int:
+    """One more than the greatest id in `tokenizer.json`.
+
+    Raises:
+        ModelError: it is no tokenizer.
+    """
+    path = model_dir / "tokenizer.json"
+    with as_model_error(f"{path}: the tokenizer cannot be read"):
+        vocab = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+    return max(vocab.values(), default=-1) + 1
+
+
+def check_num_ids(model_dir: Path, num_ids: int, num_embeddings: int) -> None:
+    """
+    Raises:
+        ModelError: the tokenizer has ids without an embedding.
+    """
     if num_ids > num_embeddings:
         raise ModelError(
             f"{model_dir}: the tokenizer has {num_ids} ids but the model only "
             f"vocab_size={num_embeddings}; use the tokenizer that belongs to the model"
         )
-    return config
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object; None where there is no such file.
-
-    Raises:
-        ModelError: the file holds something else.
-    """
-    if not path.is_file():
-        return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path}: not valid JSON ({error}); restore the file") from error
-    if not isinstance(content, dict):
-        raise ModelError(
-            f"{path}: holds {type(content).__name__}, not a JSON object; restore the file"
-        )
-    return content
-
-
-def _num_tokenizer_ids(folder: Path) -> int:
-    """One more than the greatest id in `tokenizer.json`; 0 where there is none."""
-    tokenizer = read_json(folder / "tokenizer.json")
-    if tokenizer is None:
-        return 0
-    vocab = tokenizer.get("model", {}).get("vocab", {})
-    # Unigram tokenizers list their pieces by id; the others map each piece to its id.
-    ids = set(vocab.values()) if isinstance(vocab, dict) else set(range(len(vocab)))
-    ids.update(token["id"] for token in tokenizer.get("added_tokens", ()))
-    return max(ids, default=-1) + 1

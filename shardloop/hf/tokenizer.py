@@ -4,15 +4,17 @@ Called by whoever turns prompts into ids; exports copy its files.
 """
 
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from shardloop.errors import ModelError, TaskError
-from shardloop.hf.config import read_json
-from shardloop.types import Prompt
+from shardloop.families import Fields
+from shardloop.hf.config import check_num_ids
+from shardloop.hf.reading import as_model_error, read_json
+from shardloop.types import Prompt, shorten
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -45,12 +47,25 @@ class HFTokenizer:
             TaskError: the text has a character that the vocabulary lacks.
         """
         try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+            return self._encode(text)
         except Exception as error:  # the tokenizers library raises bare Exceptions
+            reason = self._character_at_fault(text) or str(error)
             raise TaskError(
-                f"text {text!r} cannot be encoded with this model's vocabulary: {error}"
+                f"text {shorten(repr(text))} cannot be encoded with this model's vocabulary: "
+                f"{reason}"
             ) from error
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
+
+    def _character_at_fault(self, text: str) -> str | None:
+        for character in dict.fromkeys(text):
+            try:
+                self._encode(character)
+            except Exception:
+                return f"it lacks {character!r} (U+{ord(character):04X})"
+        return None
 
     def decode(self, token_ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(
@@ -63,47 +78,58 @@ class HFTokenizer:
         as it is, after the beginning-of-sequence token where the tokenizer writes one.
 
         Raises:
-            ModelError: messages, and the tokenizer has no chat template.
+            ModelError: messages, and the tokenizer has no chat template, or one that fails on them.
+            TaskError: as `encode`.
         """
         if prompt.text is not None:
             return self._begin + self.encode(prompt.text)
         if self._tokenizer.chat_template is None:
             raise ModelError(
-                f"prompt {prompt.uid!r} has messages but the tokenizer has no chat template; "
+                f"{prompt.named} has messages but the tokenizer has no chat template; "
                 "use a chat model or a task of raw text"
             )
-        text = self._tokenizer.apply_chat_template(
-            [dict(message) for message in prompt.messages or ()],
-            tokenize=False,
-            add_generation_prompt=True,
-        )
+        with as_model_error(f"the tokenizer's chat template fails on {prompt.named}"):
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in prompt.messages or ()],
+                tokenize=False,
+                add_generation_prompt=True,
+            )
         # The template writes its special tokens itself.
         return self.encode(text)
 
 
 def load_tokenizer(model_dir: Path) -> HFTokenizer:
-    """The tokenizer of a model folder; it stops at its own eos and those of generation_config.json.
+    """The tokenizer of a model folder. It stops at its own eos and at those of
+    generation_config.json and config.json, in this order.
 
     Raises:
-        ModelError: the folder has no tokenizer, or one that cannot be read.
+        ModelError: the folder has no tokenizer, or one that cannot be read; it or a stop id exceeds
+            the model's vocabulary.
     """
     if not (model_dir / "tokenizer.json").is_file():
         raise ModelError(f"{model_dir}: no tokenizer; put a tokenizer.json beside config.json")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{model_dir}: the tokenizer cannot be read: {error}") from error
-    generation = read_json(model_dir / "generation_config.json") or {}
-    return HFTokenizer(tokenizer, _stop_ids(tokenizer.eos_token_id, generation.get("eos_token_id")))
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        read_json(model_dir / name)
+    with as_model_error(f"{model_dir}: the tokenizer cannot be read"):
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(model_dir), local_files_only=True, trust_remote_code=False
+        )
+        made = HFTokenizer(tokenizer, stop_token_ids=())
+    config = _fields(model_dir / "config.json")
+    num_embeddings = config.whole("vocab_size") if config.has("vocab_size") else made.vocab_size
+    check_num_ids(model_dir, made.vocab_size, num_embeddings)
+    own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    others = [
+        token_id
+        for fields in (_fields(model_dir / "generation_config.json"), config)
+        for token_id in fields.ids("eos_token_id", below=num_embeddings)
+    ]
+    made.stop_token_ids = tuple(dict.fromkeys((*own, *others)))
+    return made
 
 
-def _stop_ids(*eos: int | Iterable[int] | None) -> tuple[int, ...]:
-    """All ids, without repeats, in the order given."""
-    ids: dict[int, None] = {}
-    for entry in eos:
-        if entry is not None:
-            ids.update(dict.fromkeys([entry] if isinstance(entry, int) else entry))
-    return tuple(ids)
+def _fields(path: Path) -> Fields:
+    return Fields(read_json(path) or {}, str(path))
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

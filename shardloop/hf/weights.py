@@ -19,10 +19,9 @@ from transformers import AutoModelForCausalLM
 from shardloop.errors import ModelError
 from shardloop.families import canonical_model
 from shardloop.hf.config import load_config
+from shardloop.hf.headers import WEIGHTS_FILE, weight_files
+from shardloop.hf.reading import as_model_error
 from shardloop.hf.tokenizer import copy_tokenizer
-from shardloop.layout.fit import shape_faults
-
-WEIGHTS_FILE = "model.safetensors"
 
 
 def load_model(model_dir: Path, *, dtype: torch.dtype) -> nn.Module:
@@ -38,7 +37,7 @@ def load_model(model_dir: Path, *, dtype: torch.dtype) -> nn.Module:
     """
     load_config(model_dir)
     loaded: Any
-    try:
+    with as_model_error(f"{model_dir}: the weights cannot be read"):
         loaded = AutoModelForCausalLM.from_pretrained(
             str(model_dir),
             dtype=dtype,
@@ -48,8 +47,6 @@ def load_model(model_dir: Path, *, dtype: torch.dtype) -> nn.Module:
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"{model_dir}: the weights cannot be read: {error}") from error
     model: nn.Module = loaded[0]
     found: dict[str, Any] = loaded[1]
     faults = [
@@ -87,19 +84,11 @@ def load_weights(model_dir: Path) -> dict[str, Tensor]:
     """
     model = canonical_model(load_config(model_dir))
     weights: dict[str, Tensor] = {}
-    for path in sorted(model_dir.glob("*.safetensors")):
-        try:
+    for path in weight_files(model_dir):
+        with as_model_error(f"{path}: the weights cannot be read"):
             weights |= load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"{path}: the weights cannot be read: {error}") from error
-    if model.tied:
-        weights.pop("lm_head.weight", None)
-    faults = shape_faults(model.tensor_shapes(), weights)
-    if faults:
-        raise ModelError(
-            f"{model_dir}: weights and config.json do not fit each other; {'; '.join(faults)}"
-        )
-    return weights
+    # What is left is what `load_config` has seen in the headers.
+    return {name: weights[name] for name in model.tensor_shapes()}
 
 
 @torch.no_grad()
@@ -145,4 +134,6 @@ def save_hf_folder(
         save_file(dict(tensors), unfinished, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{unfinished}: {error}") from error
+    # safetensors makes its files readable by their owner alone, whatever the umask.
+    unfinished.chmod((folder / "config.json").stat().st_mode & 0o777)
     os.replace(unfinished, folder / WEIGHTS_FILE)

@@ -8,16 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardloop.errors import ModelError
-from shardloop.families import canonical_model
+from shardloop.families import CanonicalModel, Fields, canonical_model
 
 Rope = Mapping[str, Any]
 
-_LLAMA3_ROPE_KEYS = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-)
+DEFAULT_THETA = 10000.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,13 +39,14 @@ class DecoderConfig:
         """Read the contents of a config.json, of transformers 5 or older.
 
         Raises:
-            ModelError: an unknown family, or settings that would change the result and are not
-                supported (sliding windows, other activations, biases beyond q, k and v, other
-                rotary embeddings).
+            ModelError: an unknown family; fields that are missing or of another kind; or settings
+                that would change the result and are not supported (sliding windows, other
+                activations, biases beyond q, k and v, other rotary embeddings, quantisation).
         """
         model = canonical_model(hf_config)
-        names = model.tensor_shapes().keys()
-        _refuse_unsupported(hf_config, names=list(names))
+        config = Fields(hf_config)
+        _refuse_unsupported(config, model)
+        keys = model.class_of
         return cls(
             num_layers=model.num_layers,
             hidden_size=model.hidden_size,
@@ -59,12 +55,12 @@ class DecoderConfig:
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
             vocab_size=model.vocab_size,
-            max_positions=_required(hf_config, "max_position_embeddings"),
-            norm_eps=_required(hf_config, "rms_norm_eps"),
-            rope=_read_rope(hf_config),
+            max_positions=config.whole("max_position_embeddings"),
+            norm_eps=config.number("rms_norm_eps"),
+            rope=_read_rope(config),
             tied=model.tied,
-            qkv_bias="model.layers.0.self_attn.q_proj.bias" in names,
-            qk_norm="model.layers.0.self_attn.q_norm.weight" in names,
+            qkv_bias="self_attn.q_proj.bias" in keys,
+            qk_norm="self_attn.q_norm.weight" in keys,
         )
 
     def local_heads(self, tp_size: int) -> tuple[int, int]:
@@ -79,49 +75,57 @@ class DecoderConfig:
         return -(-self.vocab_size // tp_size)
 
 
-def _required(hf_config: Mapping[str, Any], key: str) -> Any:
-    if hf_config.get(key) is None:
-        raise ModelError(f"config.json has no {key}; add it as the model's authors give it")
-    return hf_config[key]
-
-
-def _refuse_unsupported(hf_config: Mapping[str, Any], *, names: list[str]) -> None:
-    activation = hf_config.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ModelError(f"hidden_act={activation!r} is not supported; choose a model with silu")
-    layer_types = set(hf_config.get("layer_types") or ()) - {"full_attention"}
-    if hf_config.get("use_sliding_window") or layer_types:
-        raise ModelError(
-            f"use_sliding_window={hf_config.get('use_sliding_window')!r} with layer_types "
-            f"{sorted(layer_types)} is not supported; choose a model with full attention"
+def _refuse_unsupported(config: Fields, model: CanonicalModel) -> None:
+    config.choice("hidden_act", ("silu",), default="silu")
+    if config.has("quantization_config"):
+        config.refuse("quantization_config", "is not supported; choose unquantised weights")
+    if config.flag("use_sliding_window"):
+        config.refuse("use_sliding_window", "is not supported; choose a model of full attention")
+    if config.has("layer_types") and config.values["layer_types"] != ["full_attention"] * (
+        model.num_layers
+    ):
+        config.refuse(
+            "layer_types",
+            f"is not supported; it must be null or name full_attention for each of "
+            f"{model.num_layers} layers",
         )
-    biased = {name.split(".")[-2] for name in names if name.endswith(".bias")}
+    biased = {name.split(".")[-2] for name in model.tensor_shapes() if name.endswith(".bias")}
     if biased - {"q_proj", "k_proj", "v_proj"}:
         raise ModelError(
             f"biases of {', '.join(sorted(biased))} (attention_bias="
-            f"{hf_config.get('attention_bias')!r}, mlp_bias={hf_config.get('mlp_bias')!r}) are not "
+            f"{config.flag('attention_bias')}, mlp_bias={config.flag('mlp_bias')}) are not "
             "supported; choose a model with biases on q, k and v only (Qwen2) or with none"
         )
+    if model.head_dim % 2:
+        raise ModelError(f"head_dim={model.head_dim} is odd; rotary embeddings need an even one")
 
 
-def _read_rope(hf_config: Mapping[str, Any]) -> Rope:
+def _read_rope(config: Fields) -> Rope:
     """`rope_parameters` of transformers 5, or `rope_scaling` and `rope_theta` of older ones."""
-    given = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
-    rope_type = given.get("rope_type", given.get("type", "default"))
-    theta = given.get("rope_theta", hf_config.get("rope_theta"))
-    partial = given.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
-    if rope_type not in ("default", "llama3"):
-        raise ModelError(f"rope_type={rope_type!r} is not supported; choose default or llama3")
-    if partial not in (None, 1.0):
-        raise ModelError(
-            f"partial_rotary_factor={partial} is not supported; choose a model with 1.0"
-        )
-    rope = {"rope_type": rope_type, "rope_theta": 10000.0 if theta is None else float(theta)}
-    if rope_type == "llama3":
-        missing = [key for key in _LLAMA3_ROPE_KEYS if key not in given]
-        if missing:
-            raise ModelError(
-                f"rope_type='llama3' without {', '.join(missing)}; add them to config.json"
-            )
-        rope.update({key: given[key] for key in _LLAMA3_ROPE_KEYS})
-    return rope
+    new, old = config.section("rope_parameters"), config.section("rope_scaling")
+    given = new if new.values else old
+    for key, value in given.values.items():
+        if isinstance(value, dict):
+            given.refuse(key, "is not supported; write one set of values for all layers")
+    type_key = "rope_type" if "rope_type" in given.values else "type"
+    rope_type = given.choice(type_key, ("default", "llama3"), default="default")
+    for fields in (given, config):
+        if fields.values.get("partial_rotary_factor") not in (None, 1.0):
+            fields.refuse("partial_rotary_factor", "is not supported; choose a model with 1.0")
+    rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": DEFAULT_THETA}
+    for fields in (config, given):
+        if fields.has("rope_theta"):
+            rope["rope_theta"] = fields.number("rope_theta")
+    return rope | _llama3_numbers(given) if rope_type == "llama3" else rope
+
+
+def _llama3_numbers(given: Fields) -> dict[str, float]:
+    low, high = given.number("low_freq_factor"), given.number("high_freq_factor")
+    if low >= high:
+        given.refuse("high_freq_factor", f"it must be above low_freq_factor={low:g}")
+    return {
+        "factor": given.number("factor"),
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": given.whole("original_max_position_embeddings"),
+    }

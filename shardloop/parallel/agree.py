@@ -34,6 +34,10 @@ _LOST_PEER = (
 """What gloo and NCCL say when another rank went away or did not come."""
 
 
+class OtherRankRefused(PlanError):
+    """This rank could have gone on; the error of another one says what is wrong."""
+
+
 def agree(
     group: dist.ProcessGroup,
     *,
@@ -50,7 +54,8 @@ def agree(
         what: what is about to happen, for the messages.
     Raises:
         ShardloopError: `fault` itself, on the ranks that have one.
-        PlanError: on the others, naming the ranks that refused, or saying that `same` differs.
+        OtherRankRefused: on the others, naming the ranks that refused.
+        PlanError: `same` differs.
         WorkerDied, WorkerTimeout: a rank did not take part.
     """
     ranks = dist.get_process_group_ranks(group)
@@ -65,7 +70,9 @@ def agree(
         raise fault
     refused = [rank for rank, flag in zip(ranks, flags[:-2].tolist(), strict=True) if flag]
     if refused:
-        raise PlanError(f"{what} did not start: ranks {refused} refused; their own errors say why")
+        raise OtherRankRefused(
+            f"{what} did not start: ranks {refused} refused; their own errors say why"
+        )
     if flags[-2] != -flags[-1]:
         raise PlanError(
             f"{what} did not start: the ranks disagree; this rank has {same}; "
@@ -150,11 +157,13 @@ def named_error(error: RuntimeError, what: str, timeout_s: float) -> ShardloopEr
     if any(phrase in str(error).lower() for phrase in _TIMED_OUT):
         return WorkerTimeout(
             f"{what}: no answer within {timeout_s:g} s; a rank hangs or is slower than that: "
-            "look at its log, or raise timeout_s, then start a new group"
+            "look at its log, or raise workers.timeout-s, then start a new group"
         )
     return WorkerDied(f"{what}: the connection broke, a rank has died ({error}); start a new group")
 
 
-def is_lost_peer(error: BaseException) -> bool:
-    """True of an error of the communication library that only tells of another rank's end."""
+def tells_of_another_rank(error: BaseException) -> bool:
+    """True of an error that says nothing of this rank: another one refused, left or is late."""
+    if isinstance(error, OtherRankRefused):
+        return True
     return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _LOST_PEER)

@@ -22,6 +22,8 @@ class RankContext:
     roles: Mapping[str, tuple[int, ...]]
     """Global ranks of each role, in the order of the role's own ranks."""
     groups: Mapping[str, Any]
+    collective_timeout_s: float
+    """When to give up on other ranks: later than the driver, who can name a hang."""
     objects: dict[str, Any] = field(default_factory=dict)
     """What was built on this rank earlier, by key."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardloop.errors import ShardloopError
-from shardloop.parallel.agree import is_lost_peer
+from shardloop.parallel.agree import tells_of_another_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class Failure:
     summary: str
     traceback: str
     is_echo: bool
-    """It only reports that another rank went away or did not come."""
+    """It only reports that another rank failed, went away or did not come."""
     at_s: float
     """`time.monotonic()` when it was caught; comparable between processes of one machine."""
 
@@ -36,8 +36,17 @@ def describe(error: BaseException) -> Failure:
     )
 
 
-def _is_echo(error: BaseException | None) -> bool:
-    return error is not None and (is_lost_peer(error) or _is_echo(error.__cause__))
+def _is_echo(error: BaseException) -> bool:
+    return any(tells_of_another_rank(part) for part in _chain(error))
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The error, what caused it, and what was being handled when it was raised."""
+    chain = [error]
+    for part in chain:
+        links = (part.__cause__, part.__context__)
+        chain += [link for link in links if link is not None and link not in chain]
+    return chain
 
 
 def _pickles(value: Any) -> bool:

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from shardloop.errors import UsageError
 from shardloop.parallel.context import RankContext
 from shardloop.parallel.failure import describe
+from shardloop.parallel.signals import ignore_ending
 
 STARTED = 0
 """Id of the answer that says a rank has joined the world."""
@@ -69,7 +70,7 @@ def worker_main(settings: WorkerSettings, connection: Connection) -> None:
 
     Leaves by `os._exit`, so that no library prints or waits at exit.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the driver decides
+    ignore_ending()
     os.environ.update(settings.environment)
     with stack_file(settings.folder, settings.rank).open("w") as dump:
         faulthandler.register(signal.SIGUSR1, file=dump)
@@ -143,6 +144,7 @@ def _join_world(settings: WorkerSettings) -> RankContext:
         device=device,
         roles=settings.roles,
         groups=groups,
+        collective_timeout_s=settings.collective_timeout_s,
     )
 
 

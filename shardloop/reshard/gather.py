@@ -81,7 +81,7 @@ def _first_pieces(plan: Plan) -> dict[str, list[Piece]]:
     first: dict[str, list[Piece]] = {name: [] for name in copies.names}
     for rank in range(plan.src.world_size):
         for piece in plan.src.pieces(rank):
-            if copies.salt(piece)[1]:
+            if copies.of(piece).ordinal == 0:
                 first[piece.name].append(piece)
     return first
 

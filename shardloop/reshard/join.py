@@ -9,7 +9,7 @@ and `turn` is a pair's number among these.
 
 import hashlib
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Join:
-    """All pairs of two tables; arrays are read-only."""
+    """All pairs of two tables; arrays are read-only once frozen, as `join` makes them."""
 
     src: Table
     dst: Table
@@ -55,6 +55,13 @@ class Join:
     turn: Ints
     mult: Ints
 
+    def freeze(self) -> None:
+        """Make its arrays and those of its tables read-only."""
+        for part in (self, self.src, self.dst):
+            for array in (getattr(part, field.name) for field in fields(part)):
+                if isinstance(array, np.ndarray):
+                    array.flags.writeable = False
+
     @cached_property
     def digest(self) -> bytes:
         """SHA-256 of all its numbers."""
@@ -69,7 +76,7 @@ class Join:
         return digest.digest()
 
     @cached_property
-    def pairs(self) -> list[Pair]:
+    def pairs(self) -> tuple[Pair, ...]:
         src_part, src_base = self.src.part.tolist(), (self.src.loc - self.src.lo).tolist()
         dst_part, dst_base = self.dst.part.tolist(), (self.dst.loc - self.dst.lo).tolist()
         start, holder_row = self.holder_start.tolist(), self.holder_row.tolist()
@@ -82,24 +89,24 @@ class Join:
             found.append(
                 Pair(lo, hi, cell, turn, mult, dst_part[row], lo + dst_base[row], parts, starts)
             )
-        return found
+        return tuple(found)
 
     @cached_property
-    def pairs_to(self) -> dict[int, list[Pair]]:
+    def pairs_to(self) -> dict[int, tuple[Pair, ...]]:
         """Pairs by destination part."""
         grouped = defaultdict(list)
         for pair in self.pairs:
             grouped[pair.dst_part].append(pair)
-        return dict(grouped)
+        return {part: tuple(pairs) for part, pairs in grouped.items()}
 
     @cached_property
-    def pairs_from(self) -> dict[int, list[Pair]]:
+    def pairs_from(self) -> dict[int, tuple[Pair, ...]]:
         """Pairs by source part: those for which it is a holder."""
         grouped = defaultdict(list)
         for pair in self.pairs:
             for part in pair.holder_parts:
                 grouped[part].append(pair)
-        return dict(grouped)
+        return {part: tuple(pairs) for part, pairs in grouped.items()}
 
 
 @lru_cache(maxsize=4096)
@@ -114,9 +121,9 @@ def join(src: Table, dst: Table) -> Join:
     hi = np.minimum(atom_hi[atom], dst.hi[row])
     cell, turn, mult = _number_equal(atom, lo, hi)
     arrays = (atom_lo, atom_hi, holder_start, holder_row, atom, row, lo, hi, cell, turn, mult)
-    for array in arrays:
-        array.flags.writeable = False
-    return Join(src, dst, *arrays)
+    found = Join(src, dst, *arrays)
+    found.freeze()
+    return found
 
 
 def _atoms(table: Table) -> tuple[Ints, Ints, Ints, Ints]:

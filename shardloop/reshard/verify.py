@@ -4,6 +4,7 @@ Called by whoever wants to execute a plan: executors take a `Proof`, and only `v
 shares no code with the planner: it reads the layouts' strips and the plan's numbers, and never
 enumerates ranks x tensors. It checks, once for each join however many layers share it:
 
+    names     no two layers or tensors of a side share a name on the ranks
     mesh      strides are exactly those of the mesh, so (parts, free coordinates) <-> rank is 1 : 1
     flows     every class that the destination shows has one flow, from a tensor that shows it
     tables    the rows planned with are the rows declared: nobody's place (`loc`) is invented
@@ -46,8 +47,17 @@ class Proof:
     def __init__(self, seal: object, plan: Plan, num_joins: int, num_pairs: int) -> None:
         if seal is not _SEAL:
             raise TypeError("a Proof cannot be made by hand; call verify(plan)")
-        self.plan, self.digest = plan, plan.digest
-        self.num_joins, self.num_pairs = num_joins, num_pairs
+        values = {"plan": plan, "digest": plan.digest, "num_joins": num_joins}
+        for name, value in (values | {"num_pairs": num_pairs}).items():
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(
+            f"a Proof cannot be changed ({name}); call verify(plan) of another plan"
+        )
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"a Proof cannot be changed ({name})")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return verify, (self.plan,)
@@ -60,11 +70,13 @@ class Proof:
 
 
 def verify(plan: Plan) -> Proof:
-    """Prove a plan.
+    """Prove a plan. Its arrays are read-only from here on: what is proved stays as it is.
 
     Raises:
         PlanError: the plan has faults; the message lists every one.
     """
+    for step in {id(step): step for flow in plan.flows for step in flow.joins}.values():
+        step.freeze()
     faults = list(dict.fromkeys(_faults(plan)))
     if faults:
         raise PlanError(
@@ -81,6 +93,7 @@ def _faults(plan: Plan) -> Iterator[str]:
         ("destination", plan.dst, plan.dst_ranks),
     ):
         yield from _mesh_faults(side, layout, ranks)
+        yield from _name_faults(side, layout)
         for tensor in layout.tensors:
             yield from _tensor_faults(side, layout, tensor)
     yield from _flow_faults(plan)
@@ -110,6 +123,22 @@ def _mesh_faults(side: str, layout: Layout, ranks: tuple[int, ...]) -> Iterator[
         expected *= axis.size
     if len(ranks) != expected or len(set(ranks)) != len(ranks) or min(ranks, default=0) < 0:
         yield f"{side} ranks {list(ranks)} are not {expected} different ranks >= 0"
+
+
+def _name_faults(side: str, layout: Layout) -> Iterator[str]:
+    live = Counter(
+        tensor.template.format(layer=layer)
+        for tensor in layout.tensors
+        for layer in {
+            n for cut in tensor.cuts[:1] for s in _segments(cut) for n in range(s.lo, s.hi)
+        }
+    )
+    for name, count in live.items():
+        if count > 1:
+            yield (
+                f"{name}: {count} layers or tensors of the {side} share this name; the template of "
+                "a tensor with several layers has {layer} in it"
+            )
 
 
 def _tensor_faults(side: str, layout: Layout, tensor: LocalTensor) -> Iterator[str]:
@@ -145,9 +174,6 @@ def _flow_faults(plan: Plan) -> Iterator[str]:
     for key in plan.dst.model.class_of:
         if key not in shown:
             yield f"{key}: no tensor of the destination shows it"
-    for template, count in Counter(tensor.template for tensor in plan.dst.tensors).items():
-        if count > 1:
-            yield f"{template}: {count} tensors of the destination share this name"
     for flow in plan.flows:
         yield from _ends_faults(plan, flow)
 

@@ -5,18 +5,24 @@
 
 import difflib
 import importlib
+import inspect
 import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
-from shardloop.errors import RewardError, UsageError
+from shardloop.errors import RewardError, TaskError, UsageError
 from shardloop.rewards.countdown import countdown_reward
 from shardloop.rewards.exact import exact_reward, line_reward, number_reward
 from shardloop.rewards.gym import gym_reward
 from shardloop.rewards.mathematics import math_reward
-from shardloop.types import Prompt, Reward, RewardFn, Task
+from shardloop.types import Prompt, Reward, RewardFn, Task, shorten
 
-__all__ = ["REWARDS", "load_reward", "score"]
+__all__ = ["MOST", "REWARDS", "SIGNATURE", "check_answer", "load_reward", "score"]
+
+MOST = 1e9
+"""Rewards beyond it, either way, are taken for a mistake: sums of their squares lose all else."""
+SIGNATURE = "def reward(prompt, text, *, finished) -> float | Reward"
 
 REWARDS: dict[str, RewardFn] = {
     "exact": exact_reward,
@@ -35,8 +41,8 @@ def load_reward(name: str, *, task: Task | None = None) -> RewardFn:
     checks that the generators' own scorer is not asked to judge another task.
 
     Raises:
-        UsageError: no such name, module or function; the module fails to import; it is no function;
-            it cannot judge the task.
+        UsageError: no such name, module or function; the module fails to import; it is no function,
+            or one of other parameters; it cannot judge the task.
     """
     if name in REWARDS:
         if name == "gym" and task is not None and task.default_reward != "gym":
@@ -66,51 +72,108 @@ def _import_reward(name: str, module_name: str, attribute: str) -> RewardFn:
         sys.path.append(here)
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # the user's module may raise anything while it is imported
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the user's module may raise anything, or call sys.exit
         raise UsageError(
-            f"reward={name!r}: importing {module_name} failed: {type(error).__name__}: {error}"
+            f"reward={name!r}: importing {module_name} failed: {_told(error)}"
         ) from error
     if not hasattr(module, attribute):
-        raise UsageError(f"reward={name!r}: {module_name} ({module.__file__}) has no {attribute!r}")
+        where = getattr(module, "__file__", None) or "a folder without that module"
+        raise UsageError(f"reward={name!r}: {module_name} ({where}) has no {attribute!r}")
     function: RewardFn = getattr(module, attribute)
     if not callable(function):
         raise UsageError(
             f"reward={name!r}: {attribute} is a {type(function).__name__}, not a function"
         )
+    _check_signature(name, function)
     return function
+
+
+def _check_signature(name: str, function: RewardFn) -> None:
+    """Whether it can be called as a reward is; what Python cannot tell is met at the first call."""
+    if inspect.iscoroutinefunction(function):
+        raise UsageError(f"reward={name!r} is async; write it as {SIGNATURE}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C
+        return
+    try:
+        signature.bind(None, "", finished=True)
+    except TypeError as error:
+        raise UsageError(
+            f"reward={name!r} has the parameters {signature} ({error}); write it as {SIGNATURE}"
+        ) from error
+
+
+def check_answer(reward: RewardFn, prompt: Prompt) -> None:
+    """Whether a reward of ours can judge this prompt, before a completion is there to judge.
+
+    Raises:
+        TaskError: the prompt's answer is of a kind that the reward cannot use.
+    """
+    try:
+        reward(prompt, "", finished=False)
+    except RewardError as error:
+        raise TaskError(str(error)) from error
 
 
 def score(reward: RewardFn, prompt: Prompt, text: str, *, finished: bool) -> Reward:
     """Calls `reward` and checks what it returns.
 
     Raises:
-        RewardError: it raised, or returned something that is no finite number. Text that reads as a
+        RewardError: it raised, or called sys.exit; or it returned something that is no finite
+            number of at most `MOST`, or a Reward with parts that are none. Text that reads as a
             number is none: a score never comes out of text.
         UsageError: as raised by the reward itself (a missing extra).
     """
     try:
         result = reward(prompt, text, finished=finished)
-    except (RewardError, UsageError):
+    except (RewardError, UsageError, KeyboardInterrupt):
         raise
-    except Exception as error:  # a reward is the user's code and may raise anything
+    except BaseException as error:  # a reward is the user's code and may raise anything
+        raise RewardError(f"the reward raised on {prompt.named}: {_told(error)}") from error
+    if not isinstance(result, Reward):
+        return Reward(value=_number(result, "the reward", prompt))
+    if not isinstance(result.parts, Mapping):
         raise RewardError(
-            f"the reward raised on prompt {prompt.uid!r}: {type(error).__name__}: {error}"
-        ) from error
-    judged = result if isinstance(result, Reward) else Reward(value=_number(result, prompt))
-    value = _number(judged.value, prompt)
-    return Reward(value=value, parts=judged.parts, text=judged.text)
+            f"parts of the reward are {_shown(result.parts)} for {prompt.named};"
+            " they must be a dict of numbers"
+        )
+    return Reward(
+        value=_number(result.value, "the reward", prompt),
+        parts={
+            str(key): _number(part, f"part {key!r} of the reward", prompt)
+            for key, part in result.parts.items()
+        },
+        text=str(result.text),
+    )
 
 
-def _number(value: object, prompt: Prompt) -> float:
+def _number(value: object, what: str, prompt: Prompt) -> float:
     try:
         if isinstance(value, str | bytes):
             raise TypeError
         number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # a value of the user's class may raise anything
         number = math.nan
-    if not math.isfinite(number):
+    if not abs(number) <= MOST:
         raise RewardError(
-            f"the reward returned {value!r} for prompt {prompt.uid!r};"
-            " it must be a finite number or a Reward"
+            f"{what} is {_shown(value)} for {prompt.named}; it must be a finite number"
+            f" within ±{MOST:.0e}, or a Reward of such numbers"
         )
     return number
+
+
+def _shown(value: object) -> str:
+    try:
+        return shorten(repr(value))
+    except Exception:  # such as the digits of a huge integer
+        return f"a {type(value).__name__}"
+
+
+def _told(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # the user's exception may fail even at this
+        return type(error).__name__

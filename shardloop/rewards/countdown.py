@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
+from shardloop.errors import RewardError
 from shardloop.types import Prompt
 
 ALLOWED = re.compile(r"[0-9+\-*/() ]+")
@@ -25,16 +26,25 @@ OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 def countdown_reward(prompt: Prompt, text: str, *, finished: bool) -> float:
     """1 if a finished expression uses each number exactly once and its value is the target.
 
-    `prompt.answer` is {"numbers": [...], "target": ...}.
+    `prompt.answer` is {"numbers": [...], "target": ...}; RewardError where it is not.
     """
-    if not finished:
-        return 0.0
-    parsed = compute(text)
+    numbers, target = _question(prompt)
+    parsed = compute(text) if finished else None
     if parsed is None:
         return 0.0
     value, used = parsed
-    right_numbers = sorted(used) == sorted(prompt.answer["numbers"])
-    return float(right_numbers and value == prompt.answer["target"])
+    return float(sorted(used) == sorted(numbers) and value == target)
+
+
+def _question(prompt: Prompt) -> tuple[list[int], float]:
+    match prompt.answer:
+        case {"numbers": list(numbers), "target": int() | float() as target}:
+            if all(isinstance(number, int) for number in numbers):
+                return numbers, target
+    raise RewardError(
+        f"reward countdown: {prompt.named} has answer={prompt.answer!r};"
+        ' it must be {"numbers": [whole numbers], "target": number}'
+    )
 
 
 def compute(text: str) -> tuple[Fraction, list[int]] | None:

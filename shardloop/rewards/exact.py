@@ -15,13 +15,15 @@ NUMBER = re.compile(r"(?:(?<![0-9.)])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-
 
 def exact_reward(prompt: Prompt, text: str, *, finished: bool) -> float:
     """1 if the model ended its answer and the whole of it equals `prompt.answer`."""
-    return float(finished and text == _text_answer(prompt, "exact"))
+    answer = _text_answer(prompt, "exact")
+    return float(finished and text == answer)
 
 
 def line_reward(prompt: Prompt, text: str, *, finished: bool) -> float:
     """1 if the first line equals `prompt.answer` and was ended, by a newline or by a stop token."""
+    answer = _text_answer(prompt, "line")
     line, newline, _ = text.partition("\n")
-    return float(bool(finished or newline) and line.strip() == _text_answer(prompt, "line"))
+    return float(bool(finished or newline) and line.strip() == answer)
 
 
 def number_reward(prompt: Prompt, text: str, *, finished: bool) -> float:
@@ -32,7 +34,7 @@ def number_reward(prompt: Prompt, text: str, *, finished: bool) -> float:
     wanted = _last_number(str(prompt.answer))
     if wanted is None or isinstance(prompt.answer, bool):
         raise RewardError(
-            f"reward number: prompt {prompt.uid!r} has answer={prompt.answer!r};"
+            f"reward number: {prompt.named} has answer={prompt.answer!r};"
             " it must be a number or text with one in it"
         )
     return float(finished and _last_number(text) == wanted)
@@ -41,7 +43,7 @@ def number_reward(prompt: Prompt, text: str, *, finished: bool) -> float:
 def _text_answer(prompt: Prompt, reward: str) -> str:
     if not isinstance(prompt.answer, str):
         raise RewardError(
-            f"reward {reward}: prompt {prompt.uid!r} has answer={prompt.answer!r}; it must be text"
+            f"reward {reward}: {prompt.named} has answer={prompt.answer!r}; it must be text"
         )
     return prompt.answer
 

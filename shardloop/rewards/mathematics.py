@@ -28,7 +28,7 @@ def math_reward(prompt: Prompt, text: str, *, finished: bool) -> float:
     wanted = next(filter(None, (parse(c, parsing_timeout=limit_s) for c in candidates)), None)
     if not wanted:
         raise RewardError(
-            f"reward math: prompt {prompt.uid!r} has answer={prompt.answer!r};"
+            f"reward math: {prompt.named} has answer={prompt.answer!r};"
             " it must be a number or an expression"
         )
     if not finished:

@@ -12,6 +12,20 @@ from torch import Tensor
 from shardloop.errors import UsageError
 from shardloop.types import Completion
 
+_VALUES = (torch.float32, torch.float64)
+_DTYPES = {
+    "token_ids_N": (torch.int64,),
+    "offsets": (torch.int64,),
+    "loss_mask_N": (torch.bool,),
+    "advantages_N": _VALUES,
+    "behave_N": _VALUES,
+    "full_N": _VALUES,
+    "old_N": _VALUES,
+    "ref_N": _VALUES,
+    "weights_N": _VALUES,
+}
+"""What each tensor of a batch may be: half precision would round a log-prob by up to 0.4 %."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Batch:
@@ -23,9 +37,9 @@ class Batch:
     later.
 
     Raises:
-        UsageError: offsets that do not cover the tokens, a tensor of another length, a loss on the
-            first token of a row (nothing precedes it), a temperature that is not finite and above
-            0.
+        UsageError: offsets that do not cover the tokens, a tensor of another length or dtype, a
+            loss on the first token of a row (nothing precedes it), a temperature that is not finite
+            and above 0.
     """
 
     token_ids_N: Tensor
@@ -51,22 +65,20 @@ class Batch:
     """Every log-prob above is taken at this temperature."""
 
     def __post_init__(self) -> None:
-        _check_offsets(self.offsets, num_tokens=len(self.token_ids_N))
-        for name in (
-            "loss_mask_N",
-            "advantages_N",
-            "behave_N",
-            "full_N",
-            "old_N",
-            "ref_N",
-            "weights_N",
-        ):
+        for name, allowed in _DTYPES.items():
             values = getattr(self, name)
-            if values is not None and values.shape != self.token_ids_N.shape:
+            if values is None:
+                continue
+            if values.dtype not in allowed:
+                raise UsageError(
+                    f"{name} is {values.dtype}; use {' or '.join(str(dtype) for dtype in allowed)}"
+                )
+            if name != "offsets" and values.shape != self.token_ids_N.shape:
                 raise UsageError(
                     f"{name} has shape {tuple(values.shape)}; it needs one value per token: "
                     f"{tuple(self.token_ids_N.shape)}"
                 )
+        _check_offsets(self.offsets, num_tokens=len(self.token_ids_N))
         if bool(self.loss_mask_N[self.offsets[:-1]].any()):
             raise UsageError(
                 "loss_mask_N is True on the first token of a row; "
@@ -102,10 +114,10 @@ def make_batch(completions: Sequence[Completion], advantages: Tensor) -> Batch:
     """
     if not completions:
         raise UsageError("completions is empty; a batch needs at least one completion")
-    if advantages.shape != (len(completions),) or not advantages.is_floating_point():
+    if advantages.shape != (len(completions),) or advantages.dtype not in _VALUES:
         raise UsageError(
             f"advantages is {advantages.dtype} {tuple(advantages.shape)}; "
-            f"pass one float per completion: [{len(completions)}]"
+            f"pass one float per completion: float32 or float64 [{len(completions)}]"
         )
     temperatures = {completion.request.sampling.temperature for completion in completions}
     if len(temperatures) > 1 or 0.0 in temperatures:

@@ -37,6 +37,9 @@ def kl_k3(new_n: Tensor, ref_n: Tensor) -> Tensor:
 
     In a loss its gradient is the one of KL(reference || policy): near the true one while the two
     are close, (0.1304, -0.2178, 0.0874) against (0.1058, -0.1767, 0.0709) above.
+
+    It is not held within a bound as the ratio of the clipped loss is, since it must go on pulling:
+    where ref - new exceeds 88 in float32 (709 in float64) it is infinite, and so is the gradient.
     """
     log_ratio_n = ref_n - new_n
     return torch.expm1(log_ratio_n) - log_ratio_n

@@ -21,7 +21,8 @@ class PolicyLoss:
     loss: Tensor
     """Differentiable with respect to `new_n`."""
     clip_fraction: Tensor
-    """Share of tokens whose gradient the clip cut off. Detached, like all below."""
+    """Share of tokens whose gradient was cut off, by the clip or by `MAX_LOG_RATIO`. Detached, like
+    all below."""
     approx_kl: Tensor
     """ratio - 1 - log(ratio): estimates KL(old || new), never negative."""
     ratio: Tensor
@@ -53,15 +54,16 @@ def ppo_clip_loss(
     Returns:
         PolicyLoss. With n = 0 all parts are 0, and backward works and gives zeros.
     Raises:
-        UsageError: shapes that differ, a clip outside its range, tokens with a denominator that is
-            not above 0.
+        UsageError: shapes that differ, an old log-prob that is NaN or infinite, a clip outside its
+            range, tokens with a denominator that is not above 0.
     """
     _check(new_n, old_n, advantages_n, weights_n, denominator=denominator)
     if not (0.0 <= clip_low <= 1.0 and clip_high >= 0.0):
         raise UsageError(
             f"clip_low={clip_low}, clip_high={clip_high}; choose clip_low in [0, 1], clip_high >= 0"
         )
-    log_ratio_n = (new_n - old_n.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    free_log_ratio_n = new_n - old_n.detach()
+    log_ratio_n = free_log_ratio_n.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio_n = log_ratio_n.exp()
     free_n = ratio_n * advantages_n
     clipped_n = ratio_n.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_n
@@ -70,7 +72,8 @@ def ppo_clip_loss(
         objective_n = objective_n * weights_n.detach()
     scale = denominator or 1.0
     with torch.no_grad():
-        is_clipped_n = (clipped_n < free_n).to(new_n.dtype)
+        is_held_n = (free_log_ratio_n.abs() > MAX_LOG_RATIO) & (advantages_n != 0)
+        is_clipped_n = ((clipped_n < free_n) | is_held_n).to(new_n.dtype)
         approx_kl_n = torch.expm1(log_ratio_n) - log_ratio_n
     return PolicyLoss(
         loss=-objective_n.sum() / scale,
@@ -92,6 +95,8 @@ def _check(
     if new_n.ndim != 1 or any(other.shape != new_n.shape for other in others):
         shapes = [tuple(tensor.shape) for tensor in (new_n, *others)]
         raise UsageError(f"shapes {shapes} differ; pass one value per scored token in each, [n]")
+    if not bool(old_n.isfinite().all()):
+        raise UsageError("an old log-prob is NaN or infinite; the policy that gave it has diverged")
     if len(new_n) and not 0.0 < denominator < float("inf"):
         raise UsageError(
             f"denominator={denominator} with {len(new_n)} tokens; "

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Generic, TypeVar
 
-from shardloop.errors import TaskError
+from shardloop.errors import ModelError, TaskError
 from shardloop.types import Prompt, Split, Task, Tokenizer
 
 TEST_ONE_IN = 10
@@ -99,10 +99,16 @@ def stop_token_ids(task: Task, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The tokenizer's stop tokens and, where the task ends an answer by a text, that text's token.
 
     Raises:
+        ModelError: there are none.
         TaskError: the text is not one token of this tokenizer, so it cannot stop an engine.
     """
     text = task.stop_text
     if text is None:
+        if not tokenizer.stop_token_ids:
+            raise ModelError(
+                f"task {task.name}: nothing would end an answer, since the model has no "
+                "end-of-sequence token; set eos_token_id in config.json or generation_config.json"
+            )
         return tokenizer.stop_token_ids
     ids = tokenizer.encode(text)
     if len(ids) != 1:

@@ -10,6 +10,7 @@ One object a line:
     uid        optional name of the question; by default a hash of the prompt
 """
 
+import codecs
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,10 +42,11 @@ def jsonl_task(path: Path) -> FiniteTask[Prompt]:
             answers, or a side of the split is empty. The message names the file and the line.
     """
     try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(
-            f"task file {path} cannot be read: {error.strerror}; give the path of a JSONL file"
+            f"task file {path} cannot be read: {reason}; give the path of a JSONL file"
         ) from error
     rows = [
         _read_row(line, f"{path}:{number}")
@@ -69,7 +71,13 @@ def _read_row(line: bytes, where: str) -> _Row:
         record = json.loads(
             line.decode("utf-8"), parse_constant=lambda name: fail(f"{name} is not JSON")
         )
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        json.dumps(record, ensure_ascii=False).encode("utf-8")
+    except TaskError:
+        raise
+    except UnicodeEncodeError as error:
+        lone = error.object[error.start]
+        raise TaskError(f"{where}: {lone!r} is half of a character; write the whole") from error
+    except (ValueError, RecursionError) as error:  # bytes, syntax, huge numbers, deep nesting
         raise TaskError(f"{where}: not a JSON object: {error}") from error
     if not isinstance(record, dict):
         fail(f"a {type(record).__name__}, not an object with {', '.join(FIELDS)}")

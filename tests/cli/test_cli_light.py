@@ -3,6 +3,9 @@
 import os
 import subprocess
 import sys
+from typing import Any
+
+import pytest
 
 import shardloop
 from tests.repo.source import ROOT
@@ -59,3 +62,32 @@ def test_a_reader_that_has_gone_ends_the_command_without_a_word() -> None:
     done = subprocess.run(command, cwd=ROOT, stdout=write_end, stderr=subprocess.PIPE, text=True)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def shardloop_process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shardloop", *arguments]
+    return subprocess.run(command, cwd=ROOT, text=True, stderr=subprocess.PIPE, **options)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="has no /dev/full")
+def test_output_that_cannot_be_written_is_one_error() -> None:
+    with open("/dev/full", "w") as full:
+        done = shardloop_process("--help", stdout=full)
+    assert done.returncode == 6
+    assert done.stderr.startswith("error: cannot write to standard output: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_character_that_the_terminal_lacks_ends_nothing() -> None:
+    program = "from shardloop.cli import main as m; m.USAGE = '1 × 2 – 3'; m.main(['--help'])"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1 ? 2 ? 3\n", "")
+
+
+def test_a_command_speaks_before_it_loads_anything() -> None:
+    """Nothing heavy can be imported here: the word comes before the failure."""
+    done = shardloop_command("eval", "--model", "tiny", "--task", "sort")
+    assert done.stderr.startswith("loading torch ...\n")
+    assert not shardloop_command("train", "--quiet").stderr.startswith("loading")

@@ -60,10 +60,12 @@ def jsonl(path: Path, *records: object) -> Path:
         (["--engine.layout", "fsdp=2"], 2, "engine.layout='fsdp=2' cannot be run"),
         (["--trainer.layout", "mesh=2"], 2, "axis"),
         (["--sampling.temperature", "0"], 2, "temperature"),
-        (["--sampling.max-tokens", "9999"], 3, "context"),
+        (["--sampling.max-tokens", "9999"], 2, "context of 128"),
         (["--steps", "0"], 2, "steps=0"),
         (["--resume", "/no/such/run"], 2, "no manifest.json"),
         (["--seeds", "0"], 2, "seeds=0"),
+        (["--seed", "2147483647", "--seeds", "2"], 2, "seed=2147483648"),
+        (["--out", "/proc/nosuch", "--name", "a", "--workers.device", "cuda"], 2, "4 ranks"),
         (["--no-such-flag"], 2, "no-such-flag"),
     ],
 )
@@ -73,10 +75,26 @@ def test_a_wrong_setting_is_one_clear_error(run, arguments, code, message) -> No
     assert "Traceback" not in text
 
 
-def test_check_prints_the_plan_and_runs_nothing(run, tmp_path: Path) -> None:
+def test_check_prints_the_run_in_a_line_a_group_and_runs_nothing(run, tmp_path: Path) -> None:
     code, text = run("train", "--preset", "tiny", "--check", "--out", tmp_path / "runs")
     assert code == 0
-    assert "plan       proved: plan " in text and "rank 0 -> 2" in text
+    rows = dict(re.findall(r"^(\S.*?)  +(.*)$", text, flags=re.MULTILINE))
+    for name, told in {
+        "model": "tiny (built in, qwen3, 0.10 M parameters)",
+        "task": "sort, judged by exact; e.g. ",
+        "sampling": "at most 7 tokens, temperature 1",
+        "SFT": "100 steps of 64 examples; learning rate 0.002, constant",
+        "GRPO": "150 steps of 16 prompts x 16 samples = 256 completions; KL 0.001",
+        "optimizer": "learning rate 0.0003, cosine after 5 warm-up steps",
+        "held out": "256 prompts, greedy and sampled, before, every 25 steps and after",
+        "trainer": "fsdp=2 on ranks [0, 1]",
+        "engine": "engine:tp=2 on ranks [2, 3]",
+        "plan": "proved: plan ",
+        "each sync": "410 kB on the wire, least possible 410 kB",
+        "folder": str(tmp_path / "runs" / "tiny-seed0"),
+    }.items():
+        assert rows[name].startswith(told), text
+    assert len(text.splitlines()) <= 15
     assert not (tmp_path / "runs").exists()
 
 
@@ -88,9 +106,9 @@ def test_a_model_folder_must_be_whole_and_fit_its_tokenizer(run, tiny, tmp_path)
     windows = copy(tiny, tmp_path / "windows", use_sliding_window=True)
     for folder, message in (
         (empty, "no config.json"),
-        (small, "ids but the model only vocab_size=20"),
+        (small, "shape of model.embed_tokens.weight is (52, 64), it must be (20, 64)"),
         (gpt2, "gpt2"),
-        (windows, f"{windows}: use_sliding_window=True"),
+        (windows, f"{windows}: config.json: use_sliding_window=True"),
     ):
         code, text = run("train", "--model", folder, "--task", "sort", "--check")
         assert (code, message in text) == (2, True), text
@@ -120,4 +138,23 @@ def test_sft_writes_a_folder_on_which_eval_and_generate_agree(run, tmp_path) -> 
     found = re.search(r"'(.*)' -> '(.*)'  reward", text)
     assert found is not None
     code, text = run("generate", "--model", out, "--prompt", found[1], "--max-tokens", 16)
-    assert code == 0 and text.split("] ", 1)[1] == found[2] + "\n"
+    assert code == 0 and text.startswith(f"prompt {found[1]!r}\n")
+    assert text.split("] ", 1)[1] == found[2] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("eval --model tiny --task sort --temperature nan", "temperature=nan"),
+        ("eval --model tiny --task sort --temperature -1", "temperature=-1"),
+        ("eval --model tiny --task sort --prompts 0", "prompts=0; choose 1 or more"),
+        ("eval --model tiny --task sort --show -1", "show=-1"),
+        ("generate --model tiny --prompt 12 --top-p 2", "top_p=2"),
+        ("generate --model tiny --prompt 12 --max-tokens 0", "max_tokens=0"),
+        ("report nosuch", "nosuch: no manifest.json"),
+    ],
+)
+def test_a_wrong_option_of_the_other_commands_is_one_clear_error(run, arguments, message) -> None:
+    code, text = run(*arguments.split())
+    assert (code, message in text) == (2, True), text
+    assert "Traceback" not in text

@@ -2,14 +2,18 @@
 
 import random
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from shardloop.config import TrainConfig, WorkersConfig
+from shardloop.controller import roles
 from shardloop.controller.collect import COLLECTORS
-from shardloop.controller.faults import Fault, culprit
+from shardloop.controller.faults import STOPPED, Fault, blame, culprit
 from shardloop.controller.placement import Placement
 from shardloop.errors import PlanError, UsageError, WorkerDied, WorkerError
+from shardloop.parallel.agree import OtherRankRefused
 from shardloop.parallel.failure import describe
 
 
@@ -39,6 +43,54 @@ def test_an_error_that_only_passes_on_a_broken_connection_is_an_echo() -> None:
     assert not describe(WorkerDied("a rank went away")).is_echo
     assert not describe(RuntimeError("shapes differ")).is_echo
     assert not describe(KeyError("Connection closed by peer")).is_echo
+
+
+def test_an_error_raised_while_one_of_another_rank_is_handled_is_an_echo_too() -> None:
+    try:
+        try:
+            raise RuntimeError("Connection reset by peer")
+        finally:
+            raise UsageError("abort of row 3: not in flight")
+    except UsageError as error:
+        assert describe(error).is_echo
+        error.__context__.__context__ = error  # type: ignore[union-attr]
+        assert describe(error).is_echo
+
+
+def test_a_rank_that_could_have_gone_on_is_no_cause() -> None:
+    assert describe(OtherRankRefused("the update did not start")).is_echo
+    assert not describe(PlanError("the update did not start")).is_echo
+
+
+def _dump(*frames: str) -> str:
+    reader = 'Thread 0x1 (most recent call first):\n  File "x.py", line 1 in _read'
+    calls = "\n".join(
+        f'  File "{frame}' for frame in (*frames, 'worker.py", line 9 in worker_main')
+    )
+    return f"{reader}\n\nCurrent thread 0x2 (most recent call first):\n{calls}"
+
+
+def test_of_silent_ranks_the_stopped_are_to_blame_then_the_busy_then_all() -> None:
+    waiting = _dump('torch/distributed/distributed_c10d.py", line 5 in all_reduce')
+    busy = _dump('model.py", line 7 in forward')
+
+    def blamed(*stacks: str) -> str:
+        return blame(dict(enumerate(stacks)), name="r{}".format)
+
+    assert blamed(waiting, busy, waiting) == "r1 (held up by that: r0, r2)"
+    assert blamed(waiting, STOPPED) == "r1, stopped by a signal (held up by that: r0)"
+    assert blamed(busy, STOPPED) == "r1, stopped by a signal"
+    assert blamed(waiting, waiting) == "r0, r1"
+    assert blamed(busy, busy) == "r0, r1"
+
+
+def test_a_weight_sync_gives_up_no_earlier_than_other_collectives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(roles, "WeightSync", lambda *_, timeout_s, **__: timeout_s)
+    context = SimpleNamespace(objects={}, group=lambda role: None, collective_timeout_s=38.0)
+    config = TrainConfig(workers=WorkersConfig(timeout_s=8.0))
+    assert roles.build_sync(context, config, None) == 38.0  # type: ignore[arg-type, comparison-overlap]
 
 
 def test_an_error_that_cannot_travel_is_told_as_text() -> None:

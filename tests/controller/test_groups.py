@@ -2,11 +2,13 @@
 
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,19 @@ import torch
 import torch.distributed as dist
 
 from shardloop.config import WorkersConfig
+from shardloop.controller import groups, launch
 from shardloop.controller.groups import LocalWorkers
-from shardloop.errors import LayoutError, UsageError, WorkerDied, WorkerError, WorkerTimeout
+from shardloop.controller.launch import Processes
+from shardloop.errors import (
+    LayoutError,
+    PlanError,
+    UsageError,
+    WorkerDied,
+    WorkerError,
+    WorkerTimeout,
+)
+from shardloop.parallel.agree import agree
+from shardloop.parallel.signals import ENDING
 from tests.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,6 +58,9 @@ class Part:
 
     def hang_alone(self, rank: int) -> None:
         self._meet_unless(self.context.rank == rank, lambda: time.sleep(60))
+
+    def stop_alone(self, rank: int) -> None:
+        self._meet_unless(self.context.rank == rank, lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
     def leave_alone(self, rank: int) -> None:
         self._meet_unless(self.context.rank == rank, lambda: os._exit(3))
@@ -93,6 +109,30 @@ def _raise_early(context: Any) -> None:
     if context.rank == 0:
         raise ValueError("rank 0 has a bug")
     dist.barrier()
+
+
+def _die_in_building(context: Any) -> None:
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def _refuse_on_rank_1(context: Any) -> None:
+    fault = PlanError("rank 1 misses a tensor") if context.rank == 1 else None
+    group = context.group("all")
+    try:
+        agree(group, fault=fault, same="plan", what="the transfer", timeout_s=30.0)
+    finally:
+        time.sleep(0.3 * context.rank)  # the refusal is reported last
+
+
+def _collective_timeout(context: Any) -> float:
+    return context.collective_timeout_s
+
+
+def _server_pid() -> int:
+    pid: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return pid
 
 
 def _wait_until_gone(pids: list[int], timeout_s: float = 10.0) -> list[int]:
@@ -207,16 +247,66 @@ def test_a_rank_that_died_between_calls_is_named_by_the_next_one(workers: LocalW
         group.call("nap", 0.5)
 
 
-def test_a_hang_is_an_error_that_names_the_silent_ranks_and_where_they_are() -> None:
-    with LocalWorkers({"trainer": (0, 1)}, WorkersConfig(timeout_s=2.0)) as workers:
+@pytest.mark.parametrize(
+    ("method", "how", "where"),
+    [("hang_alone", "", "in hang_alone"), ("stop_alone", ", stopped by a signal", "SIGSTOP")],
+)
+def test_a_silent_rank_is_named_apart_from_those_that_wait_for_it(
+    method: str, how: str, where: str
+) -> None:
+    with LocalWorkers({"trainer": (0, 1)}, WorkersConfig(timeout_s=4.0)) as workers:
         group = workers.spawn("part", Part, 1.0, role="trainer")
-        with pytest.raises(
-            WorkerTimeout, match=r"part\.hang_alone: no answer within 2 s"
-        ) as caught:
-            group.call("hang_alone", 1)
-    assert "rank 0 (trainer)" in str(caught.value) and "rank 1 (trainer)" in str(caught.value)
-    assert "hang_alone" in str(caught.value).split("rank 1 (trainer) is in:")[1]
+        with pytest.raises(WorkerTimeout) as caught:
+            group.call(method, 1)
+    message = str(caught.value)
+    assert message.startswith(
+        f"part.{method}: no answer within 4 s from rank 1 (trainer){how} (held up by that: "
+        "rank 0 (trainer)); raise workers.timeout-s"
+    )
+    assert where in message.split("rank 1 (trainer) is in:")[1]
+    assert "in all_reduce" in message.split("rank 0 (trainer) is in:")[1]
     assert _wait_until_gone(list(workers.pids().values())) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "message"),
+    [
+        (signal.SIGKILL, WorkerDied, r"^rank 1 \(trainer\) was killed by SIGKILL during start$"),
+        (signal.SIGSTOP, WorkerTimeout, r"^start: .* from rank 1 \(trainer\), stopped by a signal"),
+    ],
+)
+def test_a_rank_lost_while_the_world_forms_is_named(
+    monkeypatch: pytest.MonkeyPatch, number: int, error: type[Exception], message: str
+) -> None:
+    pids: list[int] = []
+    start = Processes.start
+
+    def start_and_hit(self: Processes, *args: Any) -> None:
+        start(self, *args)
+        pids.extend(process.pid or 0 for process in self.by_rank.values())
+        os.kill(pids[1], number)
+
+    monkeypatch.setattr(Processes, "start", start_and_hit)
+    monkeypatch.setattr(groups, "START_S", 4.0)
+    with pytest.raises(error, match=message):
+        LocalWorkers({"trainer": (0, 1)}, WorkersConfig(timeout_s=4.0))
+    assert _wait_until_gone(pids) == []
+
+
+def test_a_rank_that_dies_while_it_builds_is_named(workers: LocalWorkers) -> None:
+    with pytest.raises(WorkerDied, match=r"^rank 1 \(trainer\) was killed by SIGKILL during "):
+        workers.spawn("part", _die_in_building, role=["trainer", "engine"])
+
+
+def test_the_rank_that_refuses_is_heard_before_those_that_could_have_gone_on() -> None:
+    with pytest.raises(PlanError) as caught:
+        run_ranks(_refuse_on_rank_1, 2)
+    assert str(caught.value) == "rank 1 misses a tensor"
+
+
+def test_collectives_give_up_later_than_the_driver_however_long_it_waits() -> None:
+    longest = 1e7
+    assert min(run_ranks(_collective_timeout, 2, timeout_s=longest)) > longest
 
 
 def test_what_cannot_be_sent_is_refused_and_the_workers_live_on(workers: LocalWorkers) -> None:
@@ -238,10 +328,11 @@ def test_roles_that_leave_ranks_out_are_refused(roles: dict[str, tuple[int, ...]
         LocalWorkers(roles)
 
 
-def test_ctrl_c_in_the_driver_leaves_the_workers_running(workers: LocalWorkers) -> None:
+def test_only_the_driver_heeds_the_signals_that_end_programs(workers: LocalWorkers) -> None:
     group = workers.spawn("part", Part, 1.0, role=["trainer", "engine"])
-    for pid in workers.pids().values():
-        os.kill(pid, signal.SIGINT)
+    for pid in (*workers.pids().values(), _server_pid()):
+        for number in ENDING:
+            os.kill(pid, number)
     threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
         group.call("nap", 0.6)
@@ -252,7 +343,61 @@ def test_ctrl_c_in_the_driver_leaves_the_workers_running(workers: LocalWorkers) 
         group.call("version")
 
 
+def test_a_dead_fork_server_is_one_error_and_leaves_no_rank_behind() -> None:
+    workers = LocalWorkers({"trainer": (0, 1)})
+    group = workers.spawn("part", Part, 1.0, role="trainer")
+    os.kill(workers.pids()[1], signal.SIGSTOP)  # it does not notice that the driver lets go
+    waiting = group.submit("nap", 60)
+    os.kill(_server_pid(), signal.SIGKILL)
+    with pytest.raises(WorkerDied, match=r"^the fork server.* died .* during part\.nap$"):
+        waiting.result()
+    assert _wait_until_gone(list(workers.pids().values())) == []
+    assert not workers.folder.exists()
+
+
+def test_a_fork_server_that_dies_before_it_serves_is_an_error_of_its_own() -> None:
+    def kill_the_next() -> None:
+        while _server_pid() is None:
+            time.sleep(0.01)
+        os.kill(_server_pid(), signal.SIGKILL)  # it imports torch, which takes seconds
+
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    killer = threading.Thread(target=kill_the_next)
+    killer.start()
+    with pytest.raises(WorkerDied, match=r"^the fork server died .* before rank 0 trainer"):
+        LocalWorkers({"trainer": (0, 1)})
+    killer.join()
+
+
+def test_a_stuck_fork_server_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "STOP_S", 0.3)
+    monkeypatch.setattr(launch, "END_S", 0.3)
+    workers = LocalWorkers({"trainer": (0, 1)})
+    os.kill(_server_pid(), signal.SIGSTOP)
+    start = time.monotonic()
+    workers.stop()
+    assert time.monotonic() - start < 10.0
+    assert _wait_until_gone(list(workers.pids().values())) == []
+
+
+def test_an_interrupt_amid_the_end_waits_until_all_is_clean(
+    workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove = shutil.rmtree
+
+    def interrupted_remove(path: Path, **kwargs: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        remove(path, **kwargs)
+
+    monkeypatch.setattr(launch.shutil, "rmtree", interrupted_remove)
+    with pytest.raises(KeyboardInterrupt):
+        workers.stop()
+    assert not workers.folder.exists()
+
+
 _DRIVER = """
+import weakref
+weakref.finalize(weakref.WeakSet, print)  # clean-ups that are registered early run late
 import sys, time
 from shardloop.controller.groups import LocalWorkers
 from shardloop.errors import UsageError

@@ -13,11 +13,12 @@ import pytest
 from shardloop.config import TrainConfig, to_dict
 from shardloop.controller.curve import draw_curve, moving_mean
 from shardloop.controller.evals import before_and_after, eval_interval, reward_fields
-from shardloop.controller.report import seeds_report, write_report
+from shardloop.controller.manifest import write_manifest
+from shardloop.controller.report import seeds_report, write_report, write_seeds_report
 from shardloop.controller.rundir import RunFolder
 from shardloop.errors import CheckpointError, UsageError
 from shardloop.intervals import t_interval
-from shardloop.metrics import append_jsonl
+from shardloop.metrics import append_jsonl, read_jsonl
 from shardloop.presets import PRESETS
 
 
@@ -27,9 +28,10 @@ def make_run(
     folder = RunFolder(root)
     root.mkdir(parents=True)
     config = replace(PRESETS["tiny"], seed=seed, **changes)
-    folder.manifest.write_text(json.dumps({"config": to_dict(config)}))
+    folder.manifest.write_text(json.dumps({"config": to_dict(config), "reward": "exact"}))
     steps = [
         {"step": s, "reward": s / 40, "kl": 0.001 * s, "gap_mean": 1e-6, "gap_max": 1e-6 * s}
+        | {"update": int(s > 10), "elapsed_s": 123.0 * s}
         for s in range(1, 31)
     ]
     evals = [
@@ -104,7 +106,10 @@ def test_a_report_shows_before_and_after_with_intervals(tmp_path: Path) -> None:
     assert ["KL to the starting policy, last step", "0.0300"] in rows
     assert ["log-prob gap of engine and trainer, largest", "3.0e-05"] in rows
     assert ["tokens a second, median", "–"] in rows
-    assert "Model tiny, task sort, seed 0" in text
+    assert ["steps with an update", "20 of 30"] in rows
+    assert ["wall time, start and evaluations included", "1:01:30 h"] in rows
+    assert "Model tiny, task sort judged by exact, seed 0" in text
+    assert "engine:tp=2 on ranks of its own" in text
     assert (tmp_path / "run-a" / "curve.png").is_file()
 
 
@@ -127,20 +132,60 @@ def test_seeds_are_summed_up_by_mean_and_student_interval(tmp_path: Path) -> Non
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     assert rows[0] == ["run", "greedy before", "greedy after", "sampled before", "sampled after"]
     assert rows[2] == ["seed0", "0.500", "0.750", "0.250", "0.500"]
-    assert rows[-1][0] == "mean of 3 [95 %, t]"
-    assert rows[-1][2] == str(t_interval(afters))
-    assert len({len(line) for line in lines}) == 1
+    assert rows[5][0] == "mean of 3 [95 %, t]"
+    interval = t_interval(afters)
+    assert interval.high > 1.0
+    # Rewards of 0 and 1 have no mean above 1.
+    assert rows[5][2] == f"0.875 [{interval.low:.3f}, 1.000]"
+    assert len({len(line) for line in lines[:6]}) == 1
     assert len(seeds_report(roots[:1]).splitlines()) == 3
+    assert "With two runs they are wide" in seeds_report(roots[:2])
+    path = write_seeds_report(roots, tmp_path)
+    assert path == tmp_path / "seeds-report.md"
+    assert path.read_text().rstrip() == seeds_report(roots)
+
+
+def test_graded_rewards_have_no_bounds_of_0_and_1(tmp_path: Path) -> None:
+    roots = [make_run(tmp_path / f"s{s}", seed=s, greedy=(0.5, 0.5 + s)) for s in range(3)]
+    for root in roots:
+        evals = [{**record, "greedy_std": 0.1} for record in read_jsonl(root / "evals.jsonl")]
+        (root / "evals.jsonl").write_text("".join(json.dumps(line) + "\n" for line in evals))
+    assert str(t_interval([0.5, 1.5, 2.5])) in seeds_report(roots)
+
+
+def test_a_run_counts_once_and_must_be_there(tmp_path: Path) -> None:
+    root = make_run(tmp_path / "run")
+    with pytest.raises(UsageError, match="given twice"):
+        seeds_report([root, tmp_path / "other" / ".." / "run"])
+    with pytest.raises(UsageError, match=r"nosuch: no manifest\.json"):
+        seeds_report([root, tmp_path / "nosuch"])
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "cells"),
+    [
+        (1, ["training reward, first → last steps", "too few steps to compare"]),
+        (2, ["training reward, first → last step", "0.000 → 1.000"]),
+        (5, ["training reward, first → last 2 steps", "0.500 → 3.500"]),
+    ],
+)
+def test_the_ends_of_a_run_share_no_step(tmp_path: Path, num_steps: int, cells: list[str]) -> None:
+    folder = RunFolder(make_run(tmp_path / "run"))
+    lines = [json.dumps({"step": s + 1, "reward": s}) + "\n" for s in range(num_steps)]
+    folder.metrics.write_text("".join(lines))
+    text = write_report(folder).read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    assert cells in rows
 
 
 def test_what_cannot_be_written_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    folder = RunFolder(make_run(tmp_path / "run"))
-
+    root, tiny = make_run(tmp_path / "run"), PRESETS["tiny"]
+    folder = RunFolder(root)
     for path, in_the_way, write in (
         (folder.curve, folder.curve, lambda: write_report(folder)),
         (folder.report, folder.report, lambda: write_report(folder)),
-        (folder.metrics, folder.metrics.with_suffix(".tmp"), lambda: folder.forget_after(10)),
-        (folder.manifest, folder.manifest, lambda: folder.write_manifest(PRESETS["tiny"], {})),
+        (folder.metrics, root / ".metrics.jsonl.tmp", lambda: folder.forget_after(10)),
+        (folder.manifest, folder.manifest, lambda: write_manifest(folder.manifest, tiny, {})),
         (folder.evals, folder.evals, lambda: append_jsonl(folder.evals, {"step": 40})),
     ):
         in_the_way.unlink(missing_ok=True)

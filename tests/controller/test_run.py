@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -20,10 +21,11 @@ from shardloop.config import (
     WorkersConfig,
 )
 from shardloop.controller.events import Evaluated, Event, Progress
-from shardloop.controller.run import has_start, train
+from shardloop.controller.run import train
 from shardloop.controller.rundir import RunFolder, create_run_folder
 from shardloop.errors import Interrupted
 from shardloop.metrics import read_jsonl
+from tests.repo.source import ROOT
 
 STEPS = 4
 SMALL = TrainConfig(
@@ -38,7 +40,7 @@ SMALL = TrainConfig(
     checkpoint=CheckpointConfig(every=2, keep=2),
     workers=WorkersConfig(timeout_s=120.0),
 )
-TIMES = ("seconds", "step_s", "tokens_per_s", "rollout_tokens_per_s", "wire_bytes")
+TIMES = ("seconds", "step_s", "elapsed_s", "tokens_per_s", "rollout_tokens_per_s", "wire_bytes")
 
 
 def run(config: TrainConfig, out: Path, **options: object) -> tuple[RunFolder, list[Event]]:
@@ -93,11 +95,11 @@ def test_a_start_without_its_weights_is_no_start(
     whole_run: tuple[RunFolder, list[Event]], tmp_path: Path
 ) -> None:
     """An export that was cut off leaves all files but the weights, which come last."""
-    assert has_start(whole_run[0])
+    assert whole_run[0].has_start()
     folder = RunFolder(tmp_path)
     shutil.copytree(whole_run[0].start, folder.start)
     (folder.start / hf.WEIGHTS_FILE).unlink()
-    assert folder.start.exists() and not has_start(folder)
+    assert folder.start.exists() and not folder.has_start()
 
 
 def test_a_stopped_and_resumed_run_equals_one_that_went_through(
@@ -131,3 +133,14 @@ def test_colocated_ranks_train_the_same_policy(
     assert steps_of(folder) == steps_of(whole_run[0])
     wire = [read_jsonl(f.metrics)[0]["wire_bytes"] for f in (folder, whole_run[0])]
     assert 0 <= wire[0] < wire[1]
+
+
+def test_the_library_program_of_the_readme_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (program,) = re.findall(r"```py\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(program, "README.md", "exec"), {"__name__": "__main__"})
+    printed = capsys.readouterr().out
+    assert "step 0: greedy reward " in printed and "step 4: greedy reward " in printed
+    assert (tmp_path / "runs" / "from-python" / "export" / hf.WEIGHTS_FILE).is_file()

@@ -5,7 +5,7 @@ import torch
 
 from shardloop import hf
 from shardloop.engines.base import NO_WEIGHTS
-from shardloop.errors import ModelError, PlanError, UsageError
+from shardloop.errors import ModelError, PlanError, PolicyDiverged, UsageError
 from shardloop.types import Completion, Request, SampleId, Sampling
 from tests.engines.models import (
     CONTEXT,
@@ -250,7 +250,7 @@ def test_a_commit_with_unwritten_elements_is_refused_by_name():
         tensor.fill_(0.01)
         if name == "model.layers.1.self_attn.qkv_proj.weight":
             tensor[-1, -1] = float("nan")
-    with pytest.raises(ModelError, match=r"layers\.1\.self_attn\.qkv_proj\.weight; write every"):
+    with pytest.raises(PolicyDiverged, match=r"layers\.1\.self_attn\.qkv_proj\.weight; the policy"):
         engine.commit_update()
     with pytest.raises(UsageError, match="is open"):
         engine.step()
@@ -263,7 +263,7 @@ def test_diverged_weights_are_an_error_and_the_engine_recovers():
     weights = weights_of("llama")
     huge = weights["lm_head.weight"] * 1e38
     engine.load_from_state_dict(weights | {"lm_head.weight": huge}, version=1)
-    with pytest.raises(ModelError, match="version=1 give logits that are not finite"):
+    with pytest.raises(PolicyDiverged, match="version=1 give logits that are not finite"):
         engine.generate(requests)
     assert engine.num_in_flight == 0
     engine.load_from_state_dict(weights_of("llama"), version=2)

@@ -1,6 +1,7 @@
 """Noise that belongs to the sample, and log-probs of the distribution really drawn from."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -154,7 +155,33 @@ def test_greedy_takes_the_likeliest_at_temperature_one():
     torch.testing.assert_close(drawn.full_n, torch.log_softmax(logits, -1)[1].expand(5))
 
 
-def test_a_tiny_temperature_does_not_overflow():
-    drawn = draw_many(torch.tensor([30.0, 31.0, -5.0]), 5, temperature=1e-40)
+@pytest.mark.parametrize("temperature", [1e-6, 1e-40, 1e-46, 5e-324])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_tiny_temperature_takes_the_likeliest_with_certainty(dtype, temperature):
+    rows = replace(rows_of(5), temperature_n=torch.full((5,), temperature, dtype=torch.float64))
+    logits = torch.tensor([30.0, 31.0, -5.0], dtype=dtype).expand(5, -1)
+    drawn = draw(logits, rows, positions_n=torch.zeros(5, dtype=torch.int64))
     assert drawn.token_ids_n.tolist() == [1] * 5
     assert drawn.full_n.tolist() == [0.0] * 5
+
+
+def test_a_top_k_larger_than_any_tensor_can_say_is_no_limit():
+    request = Request(
+        prompt_ids=(0,),
+        sampling=Sampling(max_tokens=1),
+        sample_id=SampleId(prompt_uid="p", index=0),
+        seed=0,
+    )
+    object.__setattr__(request.sampling, "top_k", 2**64)
+    rows, logits = SamplingRows.of([request], device=CPU), torch.randn(1, 9)
+    limited = draw(logits, rows, positions_n=torch.zeros(1, dtype=torch.int64))
+    free = draw(logits, rows_of(1), positions_n=torch.zeros(1, dtype=torch.int64))
+    assert torch.equal(limited.token_ids_n, free.token_ids_n)
+    torch.testing.assert_close(limited.behave_n, free.behave_n)
+
+
+def test_drawing_leaves_the_logits_alone():
+    logits = torch.randn(3, 9)
+    before = logits.clone()
+    draw(logits, rows_of(3, temperature=0.5), positions_n=torch.zeros(3, dtype=torch.int64))
+    assert torch.equal(logits, before)

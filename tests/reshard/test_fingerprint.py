@@ -1,6 +1,6 @@
 """Laws of fingerprints: independent of the cut, changed by any change, and no copy escapes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
@@ -8,11 +8,18 @@ from torch import Tensor
 
 from shardloop.errors import FingerprintError, PlanError
 from shardloop.layout import Layout, Piece, make_layout
-from shardloop.reshard.fingerprint import check_fingerprints, find_copies, local_fingerprints
-from tests.reshard.live import cut, random_state, small_model
+from shardloop.reshard.fingerprint import (
+    _piece_sum,
+    check_fingerprints,
+    find_copies,
+    local_fingerprints,
+)
+from tests.reshard.live import assert_same, cut, random_state, small_model
 
 MODEL = small_model()
 NAMES = tuple(sorted(MODEL.tensor_shapes()))
+NORM = "model.norm.weight"
+GATE_UP = "model.layers.0.mlp.gate_up_proj.weight"
 K_PROJ = "model.layers.0.self_attn.k_proj.weight"
 Shards = list[dict[str, Tensor]]
 
@@ -30,16 +37,22 @@ def fingerprints(layout: Layout, shards: Shards, dtype: torch.dtype) -> Tensor:
     return torch.stack(parts).sum(0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.fixture(params=[torch.float64, torch.float32, torch.bfloat16], ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    found: torch.dtype = request.param
+    return found
+
+
 def test_every_layout_of_one_model_has_one_fingerprint(dtype: torch.dtype, seed: int) -> None:
     state = random_state(MODEL, seed=seed)
     whole = make_layout(MODEL, "fsdp=1")
     expected = fingerprints(whole, shards_of(whole, state, dtype), dtype)
     assert len(set(expected[0].tolist())) == len(NAMES)
+    assert len(expected) == 1
     for spec in ("fsdp=3", "fsdp=30", "tp=4", "fsdp=2,tp=2", "dp=2,fsdp=2", "engine:tp=4"):
         layout = make_layout(MODEL, spec)
         found = fingerprints(layout, shards_of(layout, state, dtype), dtype)
-        assert torch.equal(found, expected), spec
+        assert torch.equal(found, expected.expand_as(found)), spec
         check_fingerprints(NAMES, expected, found)
 
 
@@ -62,7 +75,7 @@ def test_the_sum_is_that_of_the_definition() -> None:
     rows, cols = ([_weight(d, i) for i in range(n)] for d, n in enumerate(state[name].shape))
     bits = state[name].view(torch.int32).tolist()
     total = sum(
-        b * w * v
+        _mix(b) * w * v
         for line, w in zip(bits, rows, strict=True)
         for b, v in zip(line, cols, strict=True)
     )
@@ -74,6 +87,92 @@ def _weight(dim: int, index: int) -> int:
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
     return (x ^ (x >> 31)) | 1
+
+
+def _mix(bits: int) -> int:
+    x = bits % 2**64
+    x ^= x >> 32
+    x = x * 0x5851F42D4C957F2D % 2**64
+    return x ^ (x >> 32)
+
+
+def test_taking_a_fingerprint_changes_no_weight(dtype: torch.dtype) -> None:
+    layout = make_layout(MODEL, "engine:tp=2")
+    shards, untouched = (shards_of(layout, random_state(MODEL), dtype) for _ in range(2))
+    fingerprints(layout, shards, dtype)
+    for tensors, before in zip(shards, untouched, strict=True):
+        assert_same(tensors, before)
+
+
+def test_no_two_changes_of_sign_cancel(dtype: torch.dtype, seed: int) -> None:
+    """Of all pairs among 1176 elements, and none alone: what each adds to the sum is its own."""
+    weight = random_state(MODEL, seed=seed)["model.embed_tokens.weight"].to(dtype)
+    layout, name = make_layout(MODEL, "fsdp=1"), "model.embed_tokens.weight"
+    piece = next(piece for piece in layout.pieces(0) if piece.name == name)
+    before = _piece_sum(piece, weight, dtype)
+    changes = []
+    for place in range(weight.numel()):
+        weight.view(-1)[place].neg_()
+        changes.append((_piece_sum(piece, weight, dtype) - before) % 2**64)
+        weight.view(-1)[place].neg_()
+    both_ways = {0, *changes, *(-change % 2**64 for change in changes)}
+    assert len(both_ways) == 1 + 2 * len(changes)
+
+
+def negate_two(shards: Shards) -> None:
+    shards[0][GATE_UP][0, :2].neg_()
+
+
+def negate_all(shards: Shards) -> None:
+    for tensors in shards:
+        tensors[GATE_UP].neg_()
+
+
+def swap_rows(shards: Shards) -> None:
+    shards[0][GATE_UP][[0, 1]] = shards[0][GATE_UP][[1, 0]]
+
+
+def double_two(shards: Shards) -> None:
+    shards[0][GATE_UP][0, :2] *= 2
+
+
+def swap_equal_shapes(shards: Shards) -> None:
+    for tensors in shards:
+        other = GATE_UP.replace(".0.", ".1.")
+        tensors[GATE_UP], tensors[other] = tensors[other], tensors[GATE_UP]
+
+
+@pytest.mark.parametrize(
+    "corrupt", [negate_two, negate_all, swap_rows, double_two, swap_equal_shapes]
+)
+def test_what_bugs_do_to_weights_changes_the_fingerprint(
+    corrupt: Callable[[Shards], None], dtype: torch.dtype, seed: int
+) -> None:
+    state = random_state(MODEL, seed=seed)
+    src, dst = make_layout(MODEL, "fsdp=2"), make_layout(MODEL, "engine:tp=2")
+    good = fingerprints(src, shards_of(src, state, dtype), dtype)
+    shards = shards_of(dst, state, dtype)
+    check_fingerprints(NAMES, good, fingerprints(dst, shards, dtype))
+    corrupt(shards)
+    with pytest.raises(FingerprintError, match=r"differ: model\.layers\.0\.mlp\.gate_proj\.weight"):
+        check_fingerprints(NAMES, good, fingerprints(dst, shards, dtype))
+
+
+@pytest.mark.parametrize("spec", ["dp=2", "dp=3", "dp=4", "engine:replicas=3,tp=4"])
+def test_one_change_of_sign_in_one_of_many_copies_is_found(
+    spec: str, dtype: torch.dtype, seed: int
+) -> None:
+    """The single element, then the whole tensor, of each copy in turn."""
+    state = random_state(MODEL, seed=seed)
+    layout = make_layout(MODEL, spec)
+    shards = shards_of(layout, state, dtype)
+    good = fingerprints(layout, shards, dtype)
+    for tensors in shards:
+        for part in (tensors[NORM][-1:], tensors[NORM]):
+            part.neg_()
+            with pytest.raises(FingerprintError, match=f"copies within the source .*{NORM}"):
+                check_fingerprints(NAMES, fingerprints(layout, shards, dtype), good)
+            part.neg_()
 
 
 @pytest.mark.parametrize("bit", [0, 7, 15])
@@ -150,18 +249,31 @@ def test_padding_and_the_old_content_of_padding_do_not_count() -> None:
     assert torch.equal(fingerprints(layout, shards, torch.float32), good)
 
 
-def test_partly_overlapping_boxes_are_refused_by_name() -> None:
-    class Overlapping:
-        spec, world_size, model = "overlapping", 2, MODEL
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(0, 5), (4, 8)],
+        [(0, 4), (5, 8)],
+        [(0, 4), (2, 4), (6, 8)],  # as many elements as the tensor has
+        [(0, 4), (5, 9)],  # and once more, beyond its end
+        [(0, 8), (2, 2 + 8)],
+        [],
+    ],
+)
+def test_boxes_that_do_not_tile_a_tensor_are_refused_by_name(
+    rows: Sequence[tuple[int, int]],
+) -> None:
+    class Uneven:
+        spec, world_size, model = "uneven", max(1, len(rows)), MODEL
 
         def pieces(self, rank: int) -> list[Piece]:
             pieces = list(make_layout(MODEL, "fsdp=1").pieces(0))
-            half = [
-                Piece(rank, p.local_name, p.local_box, p.name, ((8 * rank, 8 * rank + 9), (0, 24)))
+            part = [
+                Piece(rank, p.local_name, p.local_box, p.name, (rows[rank], (0, 24)))
                 for p in pieces
-                if p.name == K_PROJ
+                if p.name == K_PROJ and rows
             ]
-            return half + [p for p in pieces if p.name != K_PROJ]
+            return part + [p for p in pieces if p.name != K_PROJ]
 
     with pytest.raises(PlanError, match=f"\\['{K_PROJ}'\\]"):
-        find_copies(Overlapping())  # type: ignore[arg-type]
+        find_copies(Uneven())  # type: ignore[arg-type]

@@ -244,7 +244,59 @@ def test_a_proof_comes_from_verify_alone() -> None:
     assert "writes every element of engine:tp=4 once" in str(proof)
 
 
-def test_a_copied_or_unpickled_proof_is_verified_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_proved_cannot_be_changed() -> None:
+    plan = make(ROUTES[0])
+    step = plan.flows[0].joins[1]
+    unfrozen = with_join(
+        plan, 0, 1, replace(step, lo=step.lo.copy(), dst=moved_by_nothing(step.dst))
+    )
+    proof = verify(unfrozen)
+    for name, value in (("plan", plan), ("digest", ""), ("num_pairs", 0), ("other", 1)):
+        with pytest.raises(AttributeError, match="cannot be changed"):
+            setattr(proof, name, value)
+    with pytest.raises(AttributeError, match="cannot be changed"):
+        del proof.plan
+    assert proof.plan is unfrozen
+    proved = proof.plan.flows[0].joins[1]
+    for column in (proved.lo, proved.dst.loc):
+        with pytest.raises(ValueError, match="read-only"):
+            column[0] = 7
+    for pairs in (proved.pairs, *proved.pairs_to.values(), *proved.pairs_from.values()):
+        assert isinstance(pairs, tuple)
+
+
+def moved_by_nothing(table: Table) -> Table:
+    return replace(table, loc=table.loc.copy())
+
+
+def with_template(plan: Plan, side: str, index: int, template: str) -> Plan:
+    """The plan with one tensor of a side renamed, in its flows as well."""
+    layout: Layout = getattr(plan, side)
+    old = layout.tensors[index]
+    new = replace(old, template=template)
+    tensors = (*layout.tensors[:index], new, *layout.tensors[index + 1 :])
+    flows = tuple(
+        replace(flow, **{side: new}) if getattr(flow, side) is old else flow for flow in plan.flows
+    )
+    return replace(plan, **{side: replace(layout, tensors=tensors)}, flows=flows)
+
+
+@pytest.mark.parametrize("side", ["src", "dst"])
+@pytest.mark.parametrize("many_layers", [True, False])
+def test_equal_names_on_a_rank_are_refused(side: str, many_layers: bool) -> None:
+    """Two layers of one tensor, or two tensors of which one has its layer written out."""
+    plan = make(ROUTES[0])
+    templates = [tensor.template for tensor in getattr(plan, side).tensors]
+    norm = next(t for t in templates if "input_layernorm" in t)
+    renamed = norm if many_layers else "model.norm.weight"
+    name = norm.format(layer=1)
+    what = {"src": "source", "dst": "destination"}[side]
+    broken = with_template(plan, side, templates.index(renamed), name)
+    with pytest.raises(PlanError, match=f"{name}: 2 layers or tensors of the {what} share"):
+        verify(broken)
+
+
+def test_a_copied_or_unpickled_proof_is_verified_again() -> None:
     plan = make(ROUTES[1])
     proof = verify(plan)
     for again in (pickle.loads(pickle.dumps(proof)), copy.deepcopy(proof)):
@@ -253,7 +305,7 @@ def test_a_copied_or_unpickled_proof_is_verified_again(monkeypatch: pytest.Monke
         execute_inprocess(again, source_tensors(plan, full), dst)
         assert_same(dst, expected_tensors(plan, full))
     broken = with_join(plan, 0, 1, with_pairs(plan.flows[0].joins[1], [0]))
-    monkeypatch.setattr(proof, "plan", broken)
+    object.__setattr__(proof, "plan", broken)  # as in a pickle that was tampered with
     with pytest.raises(PlanError):
         pickle.loads(pickle.dumps(proof))
 

@@ -3,6 +3,7 @@
 import builtins
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +105,17 @@ def test_a_long_expression_is_refused_before_it_is_parsed() -> None:
     assert load_reward("countdown")(ones, "+".join("1" * 100_000), finished=True) == 0.0
 
 
-@pytest.mark.parametrize(("name", "answer"), [("exact", 12), ("line", None), ("number", "none")])
-def test_an_answer_of_the_wrong_kind_is_named(name: str, answer: Any) -> None:
-    with pytest.raises(RewardError, match=rf"reward {name}: prompt 'q' has answer={answer!r}"):
-        load_reward(name)(prompt(answer), "12", finished=True)
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize(
+    ("name", "answer"), [("exact", 12), ("line", None), ("number", "none"), ("countdown", "16")]
+)
+def test_an_answer_of_the_wrong_kind_is_named_whatever_the_text(
+    name: str, answer: Any, finished: bool
+) -> None:
+    with pytest.raises(
+        RewardError, match=rf"reward {name}: prompt 'q' \('q'\) has answer={answer!r}"
+    ):
+        load_reward(name)(prompt(answer), "12", finished=finished)
 
 
 def returning(value: Any) -> Any:
@@ -116,14 +124,30 @@ def returning(value: Any) -> Any:
 
 @pytest.mark.parametrize(
     "value",
-    [math.nan, math.inf, -math.inf, "1.0", b"1", None, [1.0], Reward(value=math.nan), 10**400],
+    [math.nan, math.inf, -math.inf, "1.0", b"1", None, [1.0], 1j, 10**400, 1e308, -1.1e9],
+    ids=lambda value: str(value)[:8],
 )
-def test_a_reward_that_is_no_finite_number_is_refused(value: Any) -> None:
-    with pytest.raises(RewardError, match="for prompt 'q'; it must be a finite number"):
-        score(returning(value), prompt("a"), "text", finished=True)
+@pytest.mark.parametrize("wrap", [lambda value: value, lambda value: Reward(value=value)])
+def test_a_reward_that_is_no_finite_number_of_sane_size_is_refused(wrap: Any, value: Any) -> None:
+    with pytest.raises(RewardError, match=r"for prompt 'q' \('q'\); it must be a finite number"):
+        score(returning(wrap(value)), prompt("a"), "text", finished=True)
 
 
-@pytest.mark.parametrize("value", [1, 0.25, True, np.float32(0.5), Reward(value=2.0)])
+@pytest.mark.parametrize("part", [math.nan, None, "0.5", 1e300])
+def test_a_part_that_is_no_finite_number_is_named(part: Any) -> None:
+    reward = Reward(value=1.0, parts={"format": 0.5, "length": part})
+    with pytest.raises(RewardError, match=r"part 'length' of the reward is .* for prompt 'q'"):
+        score(returning(reward), prompt("a"), "text", finished=True)
+    with pytest.raises(RewardError, match=r"parts of the reward are \[0.5\] .* a dict of numbers"):
+        score(returning(Reward(value=1.0, parts=[0.5])), prompt("a"), "text", finished=True)  # type: ignore[arg-type]
+
+
+def test_a_value_that_cannot_be_shown_is_named_by_its_kind() -> None:
+    with pytest.raises(RewardError, match="the reward is a int for prompt"):
+        score(returning(10**5000), prompt("a"), "text", finished=True)
+
+
+@pytest.mark.parametrize("value", [1, 0.25, True, np.float32(0.5), -1e9, Reward(value=2.0)])
 def test_a_finite_reward_passes_through(value: Any) -> None:
     judged = score(returning(value), prompt("a"), "text", finished=True)
     assert judged.value == (value.value if isinstance(value, Reward) else float(value))
@@ -138,9 +162,41 @@ def test_an_exception_in_a_reward_names_the_prompt_and_keeps_its_cause() -> None
     def broken(prompt: Prompt, text: str, *, finished: bool) -> float:
         raise KeyError("gold")
 
-    with pytest.raises(RewardError, match="raised on prompt 'q': KeyError: 'gold'") as caught:
+    with pytest.raises(RewardError, match=r"on prompt 'q' \('q'\): KeyError: 'gold'") as caught:
         score(broken, prompt("a"), "text", finished=True)
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def raising(error: BaseException) -> Any:
+    def judge(prompt: Prompt, text: str, *, finished: bool) -> float:
+        raise error
+
+    return judge
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit(), Unprintable()], ids=repr)
+def test_nothing_that_a_reward_raises_passes_as_anything_else(error: BaseException) -> None:
+    with pytest.raises(RewardError, match=f"on prompt 'q' .*: {type(error).__name__}"):
+        score(raising(error), prompt("a"), "text", finished=True)
+
+
+def test_an_interrupt_in_a_reward_stays_an_interrupt() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        score(raising(KeyboardInterrupt()), prompt("a"), "text", finished=True)
+
+
+def test_a_long_question_is_named_by_its_ends() -> None:
+    asked = Prompt(uid="u", messages=({"role": "user", "content": "How " + "x" * 500 + " 7?"},))
+    with pytest.raises(
+        RewardError, match=r"prompt 'u' \('How x.* … x.* 7\?'\): KeyError"
+    ) as caught:
+        score(raising(KeyError("k")), asked, "text", finished=True)
+    assert len(str(caught.value)) < 120
 
 
 def test_a_reward_of_yours_is_found_in_the_working_directory(
@@ -168,6 +224,49 @@ def test_a_module_that_cannot_be_imported_says_why(
         load_reward("no_such_pack:judge")
     with pytest.raises(UsageError, match="No module named 'absent_dependency'"):
         load_reward("my_checks_b:judge")
+
+
+def test_a_module_that_exits_while_it_is_imported_does_not_end_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_checks_c.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["/nonexistent"])
+    with pytest.raises(UsageError, match="importing my_checks_c failed: SystemExit: 0"):
+        load_reward("my_checks_c:judge")
+
+
+WRONG = {
+    "no_finished": "def no_finished(prompt, text): return 1",
+    "one_more": "def one_more(prompt, text, gold, *, finished): return 1",
+    "other_name": "def other_name(prompt, text, *, done): return 1",
+    "awaited": "async def awaited(prompt, text, *, finished): return 1",
+    "Judge": "class Judge:\n    def __call__(self, prompt, text, *, finished): return 1",
+}
+RIGHT = {
+    "any_names": "def any_names(p, t, finished): return 1",
+    "with_default": "def with_default(prompt, text, *, finished, scale=2): return 1",
+    "catch_all": "def catch_all(*args, **kwargs): return 1",
+    "judge": "class Made:\n    def __call__(self, p, t, *, finished): return 1\njudge = Made()",
+    "max": "",
+}
+
+
+@pytest.mark.parametrize("name", [*WRONG, *RIGHT])
+def test_a_function_of_other_parameters_is_refused_before_the_start(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_checks_d.py").write_text(
+        "\n".join([*WRONG.values(), *RIGHT.values(), "max = max"])
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["/nonexistent"])
+    monkeypatch.delitem(sys.modules, "my_checks_d", raising=False)
+    if name in RIGHT:
+        assert callable(load_reward(f"my_checks_d:{name}"))
+        return
+    with pytest.raises(UsageError, match=r"write it as def reward\(prompt, text, \*, finished\)"):
+        load_reward(f"my_checks_d:{name}")
 
 
 @pytest.mark.parametrize("name", ["my-checks:f", "checks:", ":f", "checks.py:f()", "a:b:c"])

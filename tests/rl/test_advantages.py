@@ -1,5 +1,8 @@
 """Advantages: what a group of rewards becomes."""
 
+import math
+from fractions import Fraction
+
 import pytest
 import torch
 
@@ -57,6 +60,63 @@ def test_statistics_never_cross_groups() -> None:
     half_root = 0.5**0.5
     expected = torch.tensor([[half_root, -half_root]] * 2)
     torch.testing.assert_close(advantages, expected, rtol=0.0, atol=2e-6)
+
+
+def exact_advantages(rewards: list[float], ddof: int | None) -> list[float]:
+    """In fractions and integer square roots, where nothing overflows."""
+    exact = [Fraction(reward) for reward in rewards]
+    mean = sum(exact) / len(exact)
+    if ddof is None:
+        return [float(reward - mean) for reward in exact]
+    variance = sum((reward - mean) ** 2 for reward in exact) / (len(exact) - ddof)
+    fine = 10**40
+    std = Fraction(math.isqrt(int(variance * fine**2)), fine)
+    return [float((reward - mean) / (std + Fraction(1e-6))) for reward in exact]
+
+
+@pytest.mark.parametrize("std", ["sample", "population", "none"])
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        [1e308, 1.7e308, 1.2e308],
+        [1e200, -1e200],
+        [1.7e308, -1.7e308],
+        [1e300, 0.0, 1.0, 2.0],
+        [1e-200, 3e-200],
+        [5.0, 1e-300, -1e-300],
+    ],
+)
+def test_no_size_of_reward_overflows_or_vanishes(rewards: list[float], std: Std) -> None:
+    ddof = {"sample": 1, "population": 0, "none": None}[std]
+    advantages = grpo_advantages(torch.tensor([rewards], dtype=torch.float64), std=std)
+    expected = exact_advantages(rewards, ddof)
+    assert advantages[0].tolist() == pytest.approx(expected, rel=1e-14, abs=0.0)
+
+
+@pytest.mark.parametrize("std", ["sample", "population", "none"])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 7.0, 1e6])
+def test_scaling_within_changes_no_bit_of_ordinary_rewards(
+    seed: int, size: float, std: Std
+) -> None:
+    rewards = torch.randn(200, 8, dtype=torch.float64) * size
+    centred = rewards - rewards.mean(1, keepdim=True)
+    if std == "none":
+        plain = centred
+    else:
+        plain = centred / (rewards.std(1, correction=int(std == "sample"), keepdim=True) + 1e-6)
+    assert torch.equal(grpo_advantages(rewards, std=std), plain)
+
+
+def test_an_advantage_too_large_for_its_dtype_is_refused() -> None:
+    largest = torch.finfo(torch.float32).max
+    with pytest.raises(UsageError, match="advantages of prompt 1 are"):
+        grpo_advantages(torch.tensor([[1.0, 0, 0], [largest, -largest, -largest]]), std="none")
+
+
+@pytest.mark.parametrize("eps", [0.0, -1e-6, float("nan"), float("inf")])
+def test_eps_is_above_zero(eps: float) -> None:
+    with pytest.raises(UsageError, match="choose a finite value above 0"):
+        grpo_advantages(torch.tensor([[0.0, 1.0]]), eps=eps)
 
 
 @pytest.mark.parametrize("shape", [(4, 1), (4,), (2, 2, 2)])

@@ -95,6 +95,30 @@ def test_what_cannot_be_trained_is_refused() -> None:
         make_batch([completion((1,), (2,))], torch.zeros(2))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64])
+def test_advantages_are_float32_or_float64(dtype: torch.dtype) -> None:
+    with pytest.raises(UsageError, match=f"advantages is {dtype}.*float32 or float64"):
+        make_batch([completion((1,), (2,))], torch.zeros(1, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "allowed"),
+    [
+        ("token_ids_N", torch.int32, "torch.int64"),
+        ("offsets", torch.int32, "torch.int64"),
+        ("loss_mask_N", torch.int64, "torch.bool"),
+        ("old_N", torch.bfloat16, "torch.float32 or torch.float64"),
+        ("weights_N", torch.int64, "torch.float32 or torch.float64"),
+    ],
+)
+def test_fields_of_another_dtype_are_refused(name: str, dtype: torch.dtype, allowed: str) -> None:
+    batch = sft_batch([([1, 2], [3])])
+    batch = dataclasses.replace(batch, old_N=torch.zeros(3), weights_N=torch.zeros(3))
+    changed = getattr(batch, name).to(dtype)
+    with pytest.raises(UsageError, match=f"{name} is {dtype}; use {allowed}$"):
+        dataclasses.replace(batch, **{name: changed})
+
+
 def test_inconsistent_fields_are_refused() -> None:
     batch = sft_batch([([1, 2], [3])])
     with pytest.raises(UsageError, match="old_N has shape"):

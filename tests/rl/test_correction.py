@@ -7,8 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardloop.engines.sampling import Drawn, SamplingRows, draw
 from shardloop.errors import UsageError
+from shardloop.head import token_logprobs
 from shardloop.rl.correction import Correction, Kind, truncated_weights
+from shardloop.types import Request, SampleId, Sampling
 
 OFFSETS = torch.tensor([0, 3, 4, 7])
 MASK = torch.tensor([False, True, True, False, False, True, False])
@@ -63,23 +66,58 @@ def test_sequence_is_the_product_and_geometric_the_mean() -> None:
     )
 
 
+def sample_and_score(
+    logits_nV: Tensor, *, temperature: float, scored_at: float | None = None, top_p: float = 1.0
+) -> tuple[Drawn, Tensor]:
+    """Tokens by the engine's sampler, and their log-probs by the trainer's head."""
+    sampling = Sampling(max_tokens=1, temperature=temperature, top_p=top_p)
+    requests = [
+        Request(
+            prompt_ids=(0,),
+            sampling=sampling,
+            sample_id=SampleId(prompt_uid="p", index=index),
+            seed=0,
+        )
+        for index in range(len(logits_nV))
+    ]
+    rows = SamplingRows.of(requests, device=torch.device("cpu"))
+    drawn = draw(logits_nV, rows, positions_n=torch.zeros(len(requests), dtype=torch.int64))
+    head_VV = torch.eye(logits_nV.shape[1], dtype=logits_nV.dtype)
+    old_n, _ = token_logprobs(
+        logits_nV, head_VV, drawn.token_ids_n, temperature=scored_at or temperature
+    )
+    return drawn, old_n.double()
+
+
 def test_one_temperature_on_both_sides_gives_ratio_one() -> None:
-    logits = torch.tensor([2.0, 1.0, 0.0], dtype=torch.float64)
-    at_temperature = (logits / 0.6).log_softmax(0)[:1]
-    without = logits.log_softmax(0)[:1]
-    assert weights_of_row(at_temperature - at_temperature, kind="token").weights_N.item() == 1.0
-    bug = weights_of_row(at_temperature - without, kind="token").weights_N.item()
-    assert bug == pytest.approx(1.2276, abs=5e-5)
+    logits_nV = torch.tensor([[2.0, 1.0, 0.0]], dtype=torch.float64).expand(50, -1)
+    drawn, old_n = sample_and_score(logits_nV, temperature=0.6)
+    good = weights_of_row(old_n - drawn.full_n, kind="token").weights_N
+    torch.testing.assert_close(good, torch.ones_like(good), rtol=0, atol=1e-14)
+    drawn, old_n = sample_and_score(logits_nV, temperature=1.0, scored_at=0.6)
+    bug = weights_of_row(old_n - drawn.full_n, kind="token").weights_N
+    assert bug[drawn.token_ids_n == 0][0].item() == pytest.approx(1.2276, abs=5e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.1])
+@pytest.mark.parametrize("common", [0.0, 25.0])
+def test_the_gap_of_equal_logits_is_rounding_even_at_a_low_temperature(
+    seed: int, common: float, temperature: float
+) -> None:
+    logits_nV = torch.randn(2000, 200) * 4 + common
+    drawn, old_n = sample_and_score(logits_nV, temperature=temperature)
+    assert (old_n - drawn.full_n).abs().max() < 3e-6
 
 
 def test_full_logprobs_give_one_and_renormalised_ones_the_kept_mass() -> None:
-    full = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64).log()
-    kept = full[:2]
-    behave = kept - kept.exp().sum().log()
-    assert weights_of_row(kept - kept, kind="token").weights_N.tolist() == [1.0, 1.0]
-    cut = weights_of_row(kept - behave, kind="token").weights_N
-    assert cut.tolist() == pytest.approx([0.8, 0.8])
-    row = weights_of_row((kept - behave)[:1].repeat(100), kind="sequence")
+    logits_nV = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64).log().expand(100, -1)
+    drawn, old_n = sample_and_score(logits_nV, temperature=1.0, top_p=0.8)
+    assert set(drawn.token_ids_n.tolist()) == {0, 1}
+    good = weights_of_row(old_n - drawn.full_n, kind="token").weights_N
+    torch.testing.assert_close(good, torch.ones_like(good), rtol=0, atol=1e-14)
+    cut = weights_of_row(old_n - drawn.behave_n, kind="token").weights_N
+    torch.testing.assert_close(cut, torch.full_like(cut, 0.8), rtol=0, atol=1e-14)
+    row = weights_of_row(old_n - drawn.behave_n, kind="sequence")
     assert row.weights_N[0].item() == pytest.approx(2.0e-10, rel=0.02)
 
 

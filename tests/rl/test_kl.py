@@ -75,3 +75,11 @@ def test_k3_is_never_negative_even_for_tiny_differences() -> None:
     differences = torch.logspace(-8, 0, 1001)
     assert (kl_k3(new_n, new_n + differences) >= 0).all()
     assert (kl_k3(new_n, new_n - differences) >= 0).all()
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 88.0), (torch.float64, 709.0)])
+def test_k3_is_finite_up_to_its_bound_and_infinite_beyond(dtype: torch.dtype, bound: float) -> None:
+    new_n = torch.tensor([-bound, -bound - 1.0], dtype=dtype, requires_grad=True)
+    values_n = kl_k3(new_n, torch.zeros(2, dtype=dtype))
+    (grad_n,) = torch.autograd.grad(values_n.sum(), new_n)
+    assert values_n.isfinite().tolist() == grad_n.isfinite().tolist() == [True, False]

@@ -1,12 +1,19 @@
 """The clipped loss: worked values, independence of the split, and tokens that must not matter."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
 
+from shardloop.config import GRPOConfig
 from shardloop.errors import UsageError
+from shardloop.objective import grpo_objective
+from shardloop.rl.batch import Batch
 from shardloop.rl.kl import kl_k3
-from shardloop.rl.losses import PolicyLoss, ppo_clip_loss
+from shardloop.rl.losses import ppo_clip_loss
+from shardloop.rl.packing import pack
+from tests.trainer.batches import make_random_batch
 
 
 def loss_of_ratio(ratio: float, advantage: float) -> tuple[float, float]:
@@ -117,29 +124,30 @@ def test_a_repeated_batch_with_a_row_denominator_has_the_same_loss() -> None:
     torch.testing.assert_close(loss(2), loss(1), rtol=1e-14, atol=0.0)
 
 
-def loss_under_mask(new_N: Tensor, mask_N: Tensor) -> PolicyLoss:
-    return ppo_clip_loss(
-        new_N[mask_N],
-        torch.zeros(int(mask_N.sum())),
-        torch.ones(int(mask_N.sum())),
-        clip_low=0.2,
-        clip_high=0.2,
-        denominator=float(mask_N.sum()),
+def objective_of_batch(batch: Batch, new_N: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """Objective, parts and gradient of one micro-batch with all rows of the batch."""
+    packed = pack(batch, [list(range(len(batch.lengths)))])
+    new_N = new_N.clone().requires_grad_()
+    objective, parts = grpo_objective(
+        new_N[packed.flat_index_n], batch, packed, GRPOConfig(kl_coef=0.3, correction="token")
     )
+    (grad_N,) = torch.autograd.grad(objective, new_N)
+    return objective.detach(), parts, grad_N
 
 
 def test_a_masked_token_changes_nothing_bit_for_bit() -> None:
-    mask_N = torch.tensor([True, False, True])
-    losses, grads = [], []
-    for masked in (-2.0, -6.0):
-        new_N = torch.tensor([0.1, masked, -0.3], requires_grad=True)
-        loss = loss_under_mask(new_N, mask_N).loss
-        (grad_N,) = torch.autograd.grad(loss, new_N)
-        losses.append(loss)
-        grads.append(grad_N)
-    assert torch.equal(losses[0], losses[1])
-    assert torch.equal(grads[0], grads[1])
-    assert grads[0][1] == 0.0
+    batch = make_random_batch(temperature=1.0)
+    mask_N = batch.loss_mask_N
+    clean = objective_of_batch(batch, batch.old_N + 0.1)
+    names = ("advantages_N", "behave_N", "old_N", "ref_N", "weights_N")
+    poison = {name: getattr(batch, name).masked_fill(~mask_N, torch.nan) for name in names}
+    poisoned = dataclasses.replace(batch, **poison)
+    dirty = objective_of_batch(poisoned, (batch.old_N + 0.1).masked_fill(~mask_N, -6.0))
+    assert dirty[1] == clean[1]
+    for ours, theirs in ((dirty[0], clean[0]), (dirty[2], clean[2])):
+        assert torch.equal(ours, theirs)
+    assert (dirty[2][~mask_N] == 0.0).all()
+    assert (dirty[2][mask_N] != 0.0).any()
 
 
 @pytest.mark.parametrize("denominator", [0.0, 8.0])
@@ -155,9 +163,29 @@ def test_no_tokens_cost_nothing_and_have_finite_gradients(denominator: float) ->
 
 
 def test_a_rank_without_tokens_adds_nothing_to_a_mean() -> None:
-    ranks = [torch.tensor([1.0]), torch.zeros(0), torch.tensor([1.0])]
-    denominator = sum(len(kl_n) for kl_n in ranks)
-    assert sum(float(kl_n.sum()) / denominator for kl_n in ranks) == 1.0
+    """Means over all tokens, from ranks that have 3, none and 4 of them."""
+    tokens = random_tokens(3, 7)
+    parts = torch.zeros(4, dtype=torch.float64)
+    for low, high in ((0, 3), (3, 3), (3, 7)):
+        new_n, old_n, advantages_n, weights_n = (values[low:high] for values in tokens)
+        part = ppo_clip_loss(
+            new_n,
+            old_n,
+            advantages_n,
+            weights_n=weights_n,
+            clip_low=0.2,
+            clip_high=0.2,
+            denominator=7,
+        )
+        parts += torch.stack([part.loss, part.clip_fraction, part.approx_kl, part.ratio])
+    new_n, old_n, advantages_n, weights_n = tokens
+    ratio_n = (new_n - old_n).exp()
+    loss_n = -torch.minimum(ratio_n * advantages_n, ratio_n.clamp(0.8, 1.2) * advantages_n)
+    is_clipped_n = ratio_n.clamp(0.8, 1.2) * advantages_n < ratio_n * advantages_n
+    approx_kl_n = ratio_n - 1 - ratio_n.log()
+    rows = (loss_n * weights_n, is_clipped_n.double(), approx_kl_n, ratio_n)
+    torch.testing.assert_close(parts, torch.stack([row.mean() for row in rows]))
+    assert 0.0 < parts[1] < 1.0, "some tokens are clipped, and some are not"
 
 
 def test_ratio_is_one_and_kl_zero_before_the_first_update() -> None:
@@ -188,6 +216,31 @@ def test_an_extreme_ratio_has_finite_loss_and_gradient(advantage: float, log_rat
     (grad_n,) = torch.autograd.grad(part.loss, new_n)
     assert part.loss.isfinite().all()
     assert grad_n.isfinite().all()
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("log_ratio", [61.0, 59.0, 0.0, -59.0, -61.0])
+def test_clipped_tokens_are_those_without_gradient(advantage: float, log_ratio: float) -> None:
+    new_n = torch.tensor([log_ratio], dtype=torch.float64, requires_grad=True)
+    part = ppo_clip_loss(
+        new_n,
+        torch.zeros(1, dtype=torch.float64),
+        torch.tensor([advantage], dtype=torch.float64),
+        clip_low=0.2,
+        clip_high=0.2,
+        denominator=1,
+    )
+    (grad_n,) = torch.autograd.grad(part.loss, new_n)
+    assert part.clip_fraction.item() == (grad_n.item() == 0.0 and advantage != 0.0)
+
+
+@pytest.mark.parametrize("old", [-torch.inf, torch.inf, torch.nan])
+def test_an_old_log_prob_that_is_not_finite_is_refused(old: float) -> None:
+    ones = torch.ones(2)
+    with pytest.raises(UsageError, match="old log-prob is NaN or infinite"):
+        ppo_clip_loss(
+            ones, torch.tensor([0.0, old]), ones, clip_low=0.2, clip_high=0.2, denominator=2
+        )
 
 
 def test_weights_are_constants() -> None:

@@ -1,5 +1,6 @@
 """A JSONL task: every fault names its file and line; questions keep to one side."""
 
+import codecs
 import json
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,12 @@ GOOD = {"prompt": "p", "answer": "a", "split": "train"}
         ("{oops", "not a JSON object"),
         ('["a"]', "a list, not an object"),
         ('{"prompt": "q", "answer": NaN}', "NaN is not JSON"),
+        ('{"prompt": "q", "answer": ' + "9" * 5000 + "}", "not a JSON object: Exceeds the limit"),
+        (
+            '{"prompt": "q", "answer": ' + "[" * 10**5 + "]" * 10**5 + "}",
+            "object: maximum recursion",
+        ),
+        (r'{"prompt": "\ud800", "answer": "a"}', r"'\\ud800' is half of a character"),
         ({"prompt": "q"}, "no field answer"),
         ({"answer": "a"}, "no field prompt"),
         ({**GOOD, "prompt": ""}, "prompt is empty"),
@@ -96,6 +103,13 @@ def test_a_fault_names_file_and_line(tmp_path: Path, line: Any, what: str) -> No
     with pytest.raises(TaskError, match=what) as caught:
         load_task(str(path))
     assert str(caught.value).startswith(f"{path}:3: ")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    path = write(tmp_path, *numbered(60))
+    expected = load(path).train
+    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
+    assert load(path).train == expected
 
 
 def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:

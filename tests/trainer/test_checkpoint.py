@@ -1,8 +1,10 @@
 """Checkpoints: whole or absent, the same at any number of ranks, loud about what does not fit."""
 
+import os
 import resource
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardloop import checkpoint
 from shardloop.checkpoint import (
+    DRIVER_FILE,
     TRAINER_FILE,
     checkpoint_name,
     latest_checkpoint,
+    load_checkpoint,
     prune_checkpoints,
+    save_checkpoint,
 )
 from shardloop.config import OptimConfig, TrainerConfig
 from shardloop.errors import CheckpointError
@@ -232,15 +238,20 @@ def test_a_save_that_was_killed_is_ignored_and_then_replaced(facts, run) -> None
         assert fact["left over at last"] == [checkpoint_name(step) for step in range(3)]
 
 
-def test_missing_extra_and_changed_keys_are_all_listed_and_nothing_is_loaded(facts) -> None:
+def test_each_kind_of_difference_is_counted_with_its_setting_and_nothing_is_loaded(facts) -> None:
     for fact in facts:
-        there = fact["does not fit"]
-        assert "missing in the checkpoint: reference.model.embed_tokens.weight" in there
-        assert "model.model.norm.weight is torch.float64 there but torch.float32 here" in there
-        assert "optim.exp_avg.model.norm.weight is torch.float64 there" in there
-        back = fact["does not fit back"]
-        assert "extra in the checkpoint: reference.model.embed_tokens.weight" in back
-        assert "model.model.norm.weight is torch.float32 there but torch.float64 here" in back
+        there, back = fact["does not fit"], fact["does not fit back"]
+        assert "24 missing in the checkpoint: reference.model.embed_tokens.weight, " in there
+        assert (
+            "of another dtype: model.model.embed_tokens.weight is torch.float64 there but" in there
+        )
+        assert "set trainer.dtype to float64, as it was saved" in there
+        assert "it was saved without a reference policy: set grpo.kl-coef to 0" in there
+        assert "24 extra in the checkpoint: reference.model.embed_tokens.weight, " in back
+        assert "and 21 more" in back
+        assert "set trainer.dtype to float32, as it was saved" in back
+        assert "it was saved with a reference policy: set grpo.kl-coef above 0" in back
+        assert len(there) < 1500
         assert fact["unharmed"]
 
 
@@ -249,6 +260,7 @@ def test_absent_and_damaged_checkpoints_are_refused_on_all_ranks(facts, run) -> 
         assert f"{run / 'nowhere'}: no complete checkpoint there" in fact["absent"]
         assert "damaged (UnpicklingError" in fact["no metadata"]
         assert str(run / checkpoint_name(0)) in fact["no tensors"]
+        assert "damaged (__1_0.distcp has 0 bytes of " in fact["no tensors"]
 
 
 def make_fake_run(run: Path) -> None:
@@ -270,4 +282,181 @@ def test_pruning_keeps_the_newest_complete_checkpoints(tmp_path) -> None:
     make_fake_run(tmp_path)
     prune_checkpoints(tmp_path, keep=2)
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"step-000100", "step-1000000", "step-2000000", ".step-3000000.unfinished"}
+    assert left == {"step-000100", "step-1000000", "step-2000000"}
+
+
+def two_ranks_that_stop_at_different_times(context: RankContext, run: Path) -> tuple[Any, ...]:
+    """One rank fails at once, the other goes on writing for a while and makes files."""
+    path = run / checkpoint_name(1)
+
+    def slow_save(state: Any, *, checkpoint_id: Path, process_group: Any) -> None:
+        if context.rank == 0:
+            raise OSError("rank 0 cannot write")
+        time.sleep(0.5)
+        (checkpoint_id / "late").mkdir()
+
+    checkpoint.save = slow_save
+    text = message(lambda: save_checkpoint(path, {}, version=1, extra={}, group=dist.group.WORLD))
+    left = sorted(entry.name for entry in run.iterdir())
+    dist.barrier()
+
+    def refusing(path: Path) -> None:
+        raise PermissionError(f"not allowed to remove {path.name}")
+
+    plain, checkpoint._remove = checkpoint._remove, refusing
+    checkpoint._start_folder = lambda unfinished: unfinished.mkdir()
+    stuck = message(lambda: save_checkpoint(path, {}, version=1, extra={}, group=dist.group.WORLD))
+    checkpoint._remove = plain
+    return text, left, stuck
+
+
+def test_what_a_failed_save_wrote_goes_when_all_ranks_have_stopped_or_is_named(tmp_path) -> None:
+    for text, left, stuck in run_ranks(two_ranks_that_stop_at_different_times, 2, tmp_path):
+        assert "rank 0 cannot write" in text
+        assert left == []
+        assert "rank 0 cannot write" in stuck
+        assert "remove by hand what is left" in stuck
+        assert "not allowed to remove .step-000001.unfinished" in stuck
+
+
+@pytest.fixture
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dist.ProcessGroup]:
+    """This process alone."""
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def save_value(path: Path, value: float, group: dist.ProcessGroup) -> None:
+    state = {"w": torch.full((3,), float(value))}
+    save_checkpoint(path, state, version=int(value), extra={"step": value}, group=group)
+
+
+def loaded_value(path: Path | None, group: dist.ProcessGroup) -> float:
+    assert path is not None
+    state = {"w": torch.zeros(3)}
+    restored = load_checkpoint(path, state, group=group)
+    assert restored.version == restored.extra["step"] == float(state["w"][0])
+    return float(state["w"][0])
+
+
+class Killed(BaseException):
+    """Nothing handles it: what is on the disk stays as it is."""
+
+
+def failing_from(
+    first_bad: int, plain: Callable[..., Any], how: type[BaseException], folder: Path
+) -> Callable[..., Any]:
+    """`plain`, but from its call number `first_bad` in `folder` on it raises `how`."""
+    num_calls = 0
+
+    def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal num_calls
+        num_calls += Path(path).parent == folder
+        if Path(path).parent == folder and num_calls >= first_bad:
+            raise how("no")
+        return plain(path, *args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize("how", [OSError, Killed])
+@pytest.mark.parametrize("call", ["rename", "rmtree"])
+def test_replacing_a_checkpoint_leaves_one_to_load_wherever_it_fails(
+    call: str, how: type[BaseException], tmp_path, group, monkeypatch
+) -> None:
+    """Each call to the file system in turn fails, and with it all later ones."""
+    module = os if call == "rename" else shutil
+    plain = getattr(module, call)
+    path = tmp_path / checkpoint_name(1)
+    for first_bad in range(1, 20):
+        save_value(path, 1.0, group)
+        failing = failing_from(first_bad, plain, how, tmp_path)
+        monkeypatch.setattr(module, call, failing)
+        done = False
+        try:
+            save_value(path, 2.0, group)
+            done = True
+        except (CheckpointError, Killed):
+            pass
+        monkeypatch.setattr(module, call, plain)
+        assert loaded_value(latest_checkpoint(tmp_path), group) in ((2.0,) if done else (1.0, 2.0))
+        save_value(path, 3.0, group)
+        assert loaded_value(path, group) == 3.0
+        assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+        if done:
+            break
+    assert 1 < first_bad < 19
+
+
+def test_what_killed_saves_and_prunes_left_is_removed_by_the_next(tmp_path, group) -> None:
+    def leave() -> None:
+        for name in (".step-000001.unfinished", ".step-000002.removed", ".step-000003.old.removed"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "x").touch()
+        (tmp_path / "notes").mkdir(exist_ok=True)
+
+    leave()
+    for step in (1, 2):
+        save_value(tmp_path / checkpoint_name(step), step, group)
+    os.rename(tmp_path / checkpoint_name(1), tmp_path / f"{checkpoint_name(1)}.old")
+    shutil.copytree(tmp_path / checkpoint_name(2), tmp_path / f"{checkpoint_name(2)}.old")
+    leave()
+    prune_checkpoints(tmp_path, keep=2)
+    left = sorted(entry.name for entry in tmp_path.iterdir())
+    assert left == ["notes", "step-000001.old", "step-000002"]
+    leave()
+    save_value(tmp_path / checkpoint_name(3), 3.0, group)
+    prune_checkpoints(tmp_path, keep=1)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["notes", "step-000003"]
+
+
+def shard(path: Path) -> Path:
+    return next(path.glob("*.distcp"))
+
+
+DAMAGES: dict[str, Any] = {
+    "shard cut short": lambda path: shard(path).write_bytes(shard(path).read_bytes()[:100]),
+    "shard of zeros": lambda path: shard(path).write_bytes(bytes(shard(path).stat().st_size)),
+    "no shard": lambda path: shard(path).unlink(),
+    "no metadata": lambda path: (path / ".metadata").unlink(),
+    "metadata of zeros": lambda path: (path / ".metadata").write_bytes(bytes(100)),
+    "no driver notes": lambda path: (path / DRIVER_FILE).unlink(),
+    "other driver notes": lambda path: (path / DRIVER_FILE).write_text("{}"),
+    "a list": lambda path: (path / TRAINER_FILE).write_text("[]"),
+    "no version": lambda path: (path / TRAINER_FILE).write_text("{}"),
+    "no text": lambda path: (path / TRAINER_FILE).write_bytes(b"\xff\xfe"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_refused_in_a_line_that_names_an_older_intact_one(
+    damage: str, tmp_path, group
+) -> None:
+    paths = [tmp_path / checkpoint_name(step) for step in (1, 2, 3)]
+    for step, path in enumerate(paths, start=1):
+        save_value(path, step, group)
+    DAMAGES[damage](paths[2])
+    for intact in ("step-000002", "step-000001"):
+        text = message(lambda: loaded_value(latest_checkpoint(tmp_path), group))
+        assert text is not None and text.startswith(f"{paths[2]}: damaged (")
+        assert text.endswith(
+            f"; older intact checkpoint: {intact}; delete this folder to go on from it"
+        )
+        assert "\n" not in text and len(text) < 300 + len(str(paths[2]))
+        DAMAGES["shard cut short"](paths[1])
+    DAMAGES["no metadata"](paths[0])
+    text = message(lambda: loaded_value(paths[2], group))
+    assert text is not None and "there is no older intact checkpoint beside it" in text
+
+
+@pytest.mark.parametrize("extra", [{1: "a"}, {"a": (2, 3)}, {"a": [{"b": {None: 1}}]}])
+def test_driver_data_that_json_would_change_is_refused_before_anything_is_written(
+    extra: Any, tmp_path, group
+) -> None:
+    path = tmp_path / checkpoint_name(1)
+    with pytest.raises(CheckpointError, match="would come back from JSON as"):
+        save_checkpoint(path, {"w": torch.ones(3)}, version=1, extra=extra, group=group)
+    assert list(tmp_path.iterdir()) == []

@@ -27,6 +27,17 @@ def test_runs_shorter_than_the_warm_up_have_a_rate(total) -> None:
     assert all(0.0 < learning_rate(step, total, optim) <= 1.0 for step in range(total))
 
 
+@pytest.mark.parametrize("total", [2, 3, 8])
+def test_the_last_step_of_a_cosine_has_a_tenth_even_right_after_the_warm_up(total) -> None:
+    optim = OptimConfig(lr=1.0, warmup_steps=total - 1, schedule="cosine")
+    assert learning_rate(total - 2, total, optim) == 1.0
+    assert learning_rate(total - 1, total, optim) == pytest.approx(0.1)
+
+
+def test_a_run_of_one_step_has_the_peak() -> None:
+    assert learning_rate(0, 1, OptimConfig(lr=1.0, warmup_steps=0, schedule="cosine")) == 1.0
+
+
 def test_a_step_outside_the_run_is_refused() -> None:
     with pytest.raises(ValueError, match=r"step=5; choose a step in \[0, 5\)"):
         learning_rate(5, 5, OptimConfig())

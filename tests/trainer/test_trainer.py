@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from shardloop import hf
 from shardloop.config import GRPOConfig, OptimConfig, TrainerConfig
-from shardloop.errors import LayoutError, NonFiniteGradient, UsageError
+from shardloop.errors import LayoutError, PolicyDiverged, UsageError
 from shardloop.parallel.context import RankContext
 from shardloop.parallel.mesh import trainer_axes
 from shardloop.rl.batch import Batch
@@ -72,7 +72,18 @@ def facts_of_rank(context: RankContext, folder: Path, out: Path, seed: int) -> d
     trainer.export(out)
     facts["exported_N"] = summed(trainer.logprobs(batch))
     facts["exported"] = {n: shard.clone() for n, shard in trainer.shards().items()}
+    facts["diverged"] = message_after_divergence(trainer, batch)
     return facts
+
+
+def message_after_divergence(trainer: Trainer, batch: Batch) -> str:
+    """What asking for log-probs says when a norm has lost its weight."""
+    trainer.shards()["model.norm.weight"].fill_(float("nan"))
+    try:
+        trainer.logprobs(batch)
+    except PolicyDiverged as error:
+        return str(error)
+    return "log-probs without an error"
 
 
 def before_first_update(trainer: Trainer, batch: Batch) -> dict[str, Any]:
@@ -139,7 +150,7 @@ def refusals(trainer: Trainer, batch: Batch, start: dict[str, Tensor]) -> dict[s
     broken_N = batch.advantages_N.clone()
     broken_N[batch.loss_mask_N.nonzero()[0]] = float("nan")  # a token of one rank only
     trainer.forward_backward(dataclasses.replace(batch, advantages_N=broken_N), GRPO)
-    expect(NonFiniteGradient, "not finite", lambda: trainer.step(0.1))
+    expect(PolicyDiverged, "not finite", lambda: trainer.step(0.1))
     expect(UsageError, "dropped", lambda: trainer.step(0.1))
     return {"messages": messages, "unharmed": same(start, trainer.shards())}
 
@@ -224,6 +235,12 @@ def test_a_gradient_that_is_not_finite_on_one_rank_stops_the_update_on_all(facts
         assert "gradient norm is nan at version 0" in fact["messages"]["not finite"]
         assert "call forward_backward first" in fact["messages"]["dropped"]
         assert fact["unharmed"]
+
+
+def test_log_probs_of_a_diverged_policy_are_an_error_of_the_run(facts) -> None:
+    for fact in facts:
+        assert "current policy are not finite at version 1" in fact["diverged"]
+        assert "lower the learning rate" in fact["diverged"]
 
 
 def test_missing_gradients_and_missing_values_are_refused(facts) -> None:

@@ -1,0 +1,118 @@
+"""The resolved run, for people: one line for each group of settings. Floor 4.
+
+Called by `controller.run`, before anything starts and by `shardloop train --check`.
+"""
+
+from math import prod
+from pathlib import Path
+
+import torch
+
+from shardloop.builtin import BUILTIN
+from shardloop.config import OptimConfig, TrainConfig
+from shardloop.controller.setup import Setup
+from shardloop.reshard.cost import cost
+
+WIDTH = 12
+"""Of the first column."""
+MOST_EXAMPLE = 120
+"""Characters of the example prompt that are shown."""
+
+
+def describe(setup: Setup, *, root: Path) -> str:
+    """What a run in the folder `root` would be."""
+    config, plan = setup.config, setup.proof.plan
+    lines = {
+        "model": _model(setup),
+        "task": _task(setup),
+        "sampling": _sampling(config),
+        "SFT": _sft(config),
+        "GRPO": _grpo(config),
+        "optimizer": _optim(config.optim),
+        "held out": f"{len(setup.test_prompts)} prompts, {_evaluations(config)}",
+        "checkpoints": _checkpoints(config),
+        "trainer": f"{plan.src.spec} on ranks {list(setup.placement.trainer_ranks)}, "
+        f"{config.trainer.dtype}",
+        "engine": f"{plan.dst.spec} on ranks {list(setup.placement.engine_ranks)}, "
+        f"{config.engine.dtype}",
+        "plan": str(setup.proof),
+        "each sync": _wire(setup),
+        "folder": str(root),
+    }
+    return "\n".join(f"{name:<{WIDTH}}{text}" for name, text in lines.items())
+
+
+def _model(setup: Setup) -> str:
+    name, model = setup.config.model, setup.model
+    num_parameters = sum(prod(shape) for shape in model.canonical.tensor_shapes().values())
+    origin = "built in, " if name in BUILTIN else ""
+    kind = model.hf_config["model_type"]
+    return f"{name} ({origin}{kind}, {num_parameters / 1e6:.2f} M parameters)"
+
+
+def _task(setup: Setup) -> str:
+    example = setup.task.prompts("train", seed=setup.config.seed, start=0, count=1)[0]
+    text = repr(example.text if example.text is not None else list(example.messages or ()))
+    if len(text) > MOST_EXAMPLE:
+        text = text[:MOST_EXAMPLE] + "…"
+    return f"{setup.task.name}, judged by {setup.reward_name}; e.g. {text}"
+
+
+def _sampling(config: TrainConfig) -> str:
+    drawn = config.sampling
+    cuts = f", top-p {drawn.top_p:g}" if drawn.top_p < 1.0 else ""
+    cuts += f", top-k {drawn.top_k}" if drawn.top_k else ""
+    return f"at most {drawn.max_tokens} tokens, temperature {drawn.temperature:g}{cuts}"
+
+
+def _sft(config: TrainConfig) -> str:
+    sft = config.sft
+    if not sft.steps:
+        return "none: GRPO starts from the model as it is"
+    return f"{sft.steps} steps of {sft.batch_size} examples; {_optim(sft.optim)}"
+
+
+def _grpo(config: TrainConfig) -> str:
+    grpo = config.grpo
+    batch = grpo.prompts_per_step * grpo.samples_per_prompt
+    epochs = f" x {grpo.inner_epochs} epochs" if grpo.inner_epochs > 1 else ""
+    kl = f"KL {grpo.kl_coef:g} to the starting policy" if grpo.kl_coef else "no KL term"
+    return (
+        f"{config.steps} steps of {grpo.prompts_per_step} prompts x {grpo.samples_per_prompt} "
+        f"samples = {batch} completions{epochs}; {kl}"
+    )
+
+
+def _optim(optim: OptimConfig) -> str:
+    return f"learning rate {optim.lr:g}, {optim.schedule} after {optim.warmup_steps} warm-up steps"
+
+
+def _evaluations(config: TrainConfig) -> str:
+    between = f", every {config.eval.every} steps" if config.eval.every else ""
+    return f"greedy and sampled, before{between} and after"
+
+
+def _checkpoints(config: TrainConfig) -> str:
+    every, keep = config.checkpoint.every, config.checkpoint.keep
+    return f"every {every} steps and at the end, {keep} kept" if every else "at the end"
+
+
+def _wire(setup: Setup) -> str:
+    """Two lines: what a transfer of weights moves, and how evenly."""
+    itemsize = getattr(torch, setup.config.engine.dtype).itemsize
+    moved = cost(setup.proof.plan, itemsize=itemsize)
+    return (
+        f"{_size(moved.wire_bytes)} on the wire, least possible {_size(moved.minimum_bytes)}\n"
+        f"{'':{WIDTH}}busiest sender {moved.send_imbalance:.2f} x mean, "
+        f"busiest receiver {moved.receive_imbalance:.2f} x mean"
+    )
+
+
+def _size(num_bytes: int) -> str:
+    """Bytes in decimal units, to three digits."""
+    value = float(num_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.4g} TB"
