@@ -4,7 +4,7 @@
 """
 
 import hashlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,13 @@ from shardloop.config import SFTConfig, TrainerConfig, WorkersConfig
 from shardloop.controller.events import Event, Note, Progress, Saved
 from shardloop.controller.groups import LocalWorkers, WorkerGroup
 from shardloop.controller.roles import build_trainer, release
-from shardloop.controller.rollouts import prompt_ids
+from shardloop.controller.rollouts import solution_row
 from shardloop.controller.setup import read_model, trainer_layout
-from shardloop.errors import Interrupted, TaskError, UsageError
+from shardloop.errors import Interrupted, UsageError
 from shardloop.rl.batch import sft_batch
 from shardloop.schedule import learning_rate
 from shardloop.tasks import load_task
-from shardloop.types import Prompt, Task, Tokenizer
+from shardloop.types import Task, Tokenizer
 
 
 def fine_tune(
@@ -133,19 +133,6 @@ def sft_steps(
         lr = learning_rate(step, config.steps, config.optim)
         update = trainer.call("step", lr, collect="same")
         yield {"step": step + 1, **metrics, **update, "lr": lr}
-
-
-def solution_row(
-    prompt: Prompt, tokenizer: Tokenizer, context_length: int
-) -> tuple[Sequence[int], Sequence[int]]:
-    if prompt.solution is None:
-        raise TaskError(
-            f"prompt {prompt.uid!r} has no worked solution; SFT needs one: "
-            "add a solution to the task, or set sft.steps to 0"
-        )
-    answer_ids = [*tokenizer.encode(prompt.solution), tokenizer.stop_token_ids[0]]
-    ids = prompt_ids(prompt, tokenizer, max_tokens=len(answer_ids), context_length=context_length)
-    return ids, answer_ids
 
 
 def stream_seed(seed: int, stream: str) -> int:
