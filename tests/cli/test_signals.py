@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -27,14 +26,12 @@ TRAIN = (
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-@contextmanager
-def unhandled(number: int) -> Iterator[None]:
-    """A signal as the library finds it in an ordinary program."""
-    before = signal.signal(number, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)
+@pytest.fixture(autouse=True)
+def hang_up_is_not_ignored() -> Iterator[None]:
+    """As in an ordinary program, though the tests may run under nohup, which ignores SIGHUP."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("number", ENDING)
@@ -62,11 +59,10 @@ def test_a_closed_terminal_is_one_signal_though_kernel_and_shell_both_send_it(
 
 
 def test_nohup_is_respected() -> None:
-    with unhandled(signal.SIGHUP):
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        with InterruptFlag() as flag, stop_at_once():
-            signal.raise_signal(signal.SIGHUP)
-            assert not flag.is_set()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with InterruptFlag() as flag, stop_at_once():
+        signal.raise_signal(signal.SIGHUP)
+        assert not flag.is_set()
 
 
 @pytest.mark.parametrize("number", ENDING)
