@@ -355,18 +355,20 @@ def test_a_dead_fork_server_is_one_error_and_leaves_no_rank_behind() -> None:
     assert not workers.folder.exists()
 
 
-def test_a_fork_server_that_dies_before_it_serves_is_an_error_of_its_own() -> None:
-    def kill_the_next() -> None:
-        while _server_pid() is None:
-            time.sleep(0.01)
-        os.kill(_server_pid(), signal.SIGKILL)  # it imports torch, which takes seconds
+def test_a_fork_server_that_dies_before_it_serves_is_an_error_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connect = forkserver.connect_to_new_process
+
+    def connect_and_kill(descriptors: list[int]) -> tuple[int, int]:
+        pipes = connect(descriptors)
+        os.kill(_server_pid(), signal.SIGKILL)  # it still imports torch, which takes seconds
+        return pipes
 
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
-    killer = threading.Thread(target=kill_the_next)
-    killer.start()
+    monkeypatch.setattr(forkserver, "connect_to_new_process", connect_and_kill)
     with pytest.raises(WorkerDied, match=r"^the fork server died .* before rank 0 trainer"):
         LocalWorkers({"trainer": (0, 1)})
-    killer.join()
 
 
 def test_a_stuck_fork_server_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
