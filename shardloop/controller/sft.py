@@ -119,8 +119,6 @@ def sft_steps(
         TaskError: a prompt has no worked solution, or one that does not fit the context with it.
         UsageError: the tokenizer has no stop token.
     """
-    if not tokenizer.stop_token_ids:
-        raise UsageError("the tokenizer has no end-of-sequence token; SFT teaches when to stop")
     for step in range(config.steps):
         prompts = task.prompts(
             "train",
