@@ -15,7 +15,15 @@ from shardloop.types import MIN_TEMPERATURE
 Device = Literal["cpu", "cuda"]
 DTypeName = Literal["float32", "float64", "bfloat16"]
 Std = Literal["sample", "population", "none"]
-CorrectionKind = Literal["none", "token", "sequence"]
+AdvantageKind = Literal["grpo", "rloo", "reinforce++"]
+PolicyLossKind = Literal["ppo", "gspo", "cispo"]
+Aggregation = Literal["token-mean", "sequence-mean", "sequence-sum", "prompt-mean"]
+KLEstimator = Literal["k1", "k2", "k3"]
+KLPlace = Literal["loss", "reward"]
+CorrectionKind = Literal["none", "token", "sequence", "geometric"]
+CorrectionMode = Literal["truncate", "mask"]
+Overlong = Literal["keep", "mask", "penalty"]
+Sleep = Literal["never", "cache", "weights"]
 Schedule = Literal["constant", "cosine"]
 Tracker = Literal["none", "tensorboard"]
 ConfigT = TypeVar("ConfigT")
@@ -27,6 +35,7 @@ MOST_PROMPTS = 100_000
 MOST_COMPLETIONS = 1_000_000
 """Of one step."""
 MOST_TIMEOUT_S = 1e7
+MOST_ROUNDS = 100
 
 
 def _flag(prefix: str, field_name: str) -> str:
@@ -44,6 +53,14 @@ def _check_kinds(prefix: str, config: Any) -> None:
         value = getattr(config, name)
         if get_origin(hint) is Literal:
             allowed = get_args(hint)
+            text = f"choose {' or '.join(map(str, allowed))}"
+            _require(_flag(prefix, name), repr(value), value in allowed, text)
+            continue
+        if get_origin(hint) is tuple:
+            _require(_flag(prefix, name), repr(value), type(value) is tuple, "it must be a tuple")
+            continue
+        if type(None) in get_args(hint) and get_origin(get_args(hint)[0]) is Literal:
+            allowed = (*get_args(get_args(hint)[0]), None)
             text = f"choose {' or '.join(map(str, allowed))}"
             _require(_flag(prefix, name), repr(value), value in allowed, text)
             continue
@@ -93,6 +110,10 @@ class SamplingConfig:
     """Nucleus mass in (0, 1]."""
     top_k: int = 0
     """Keep the k likeliest tokens; 0 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this share as likely as the likeliest, in [0, 1); 0 keeps all."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion, besides the task's and the tokenizer's own."""
 
     def __post_init__(self) -> None:
         _check_kinds("sampling", self)
@@ -105,6 +126,10 @@ class SamplingConfig:
             f"training needs a finite temperature of {MIN_TEMPERATURE} or more",
         )
         _require("sampling.top-p", self.top_p, 0.0 < self.top_p <= 1.0, "choose a value in (0, 1]")
+        _require("sampling.min-p", self.min_p, 0.0 <= self.min_p < 1.0, "choose a value in [0, 1)")
+        for text in self.stop:
+            ok = isinstance(text, str) and text != ""
+            _require("sampling.stop", repr(text), ok, "give texts of at least one character")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,25 +142,64 @@ class GRPOConfig:
     """Completions G of each prompt; at least 2, since the advantage compares them."""
     inner_epochs: int = 1
     """Updates made on each batch."""
+    advantage: AdvantageKind = "grpo"
+    """grpo: reward minus the group's mean, over its std; rloo: minus the mean of the group's other
+    samples; reinforce++: minus the group's mean, then whitened over the tokens of the batch."""
     std: Std = "sample"
-    """Divide the centred rewards by the group's sample std, its population std, or not at all."""
+    """grpo only: divide the centred rewards by the group's sample std, its population std, or not
+    at all (Dr. GRPO)."""
+    loss: PolicyLossKind = "ppo"
+    """ppo: clipped ratio of each token; gspo: clipped ratio of the whole sequence (geometric mean);
+    cispo: the clipped ratio is a constant weight, so that no token loses its gradient."""
     clip_low: float = 0.2
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: float = 0.2
     """The ratio is clipped above at 1 + clip_high."""
+    dual_clip: float | None = None
+    """ppo only: a token of negative advantage costs at most this times its size; above 1."""
+    aggregation: Aggregation = "token-mean"
+    """token-mean: every token of the batch counts the same; sequence-mean: every completion;
+    prompt-mean: every prompt; sequence-sum: tokens are summed, over aggregation_constant for each
+    completion (Dr. GRPO)."""
+    aggregation_constant: int | None = None
+    """sequence-sum only: what each completion's sum is divided by; by default
+    sampling.max_tokens."""
     kl_coef: float = 0.0
-    """Weight of the k3 KL term to the frozen starting policy; 0 keeps no reference model."""
+    """Weight of the KL term to the frozen starting policy; 0 keeps no reference model."""
+    kl_estimator: KLEstimator = "k3"
+    """Estimator of the KL term: k1, k2 or k3 (docs/conventions.md has values and gradients)."""
+    kl_in: KLPlace = "loss"
+    """Where the KL term goes: into the loss, or off each completion's reward."""
+    entropy_coef: float = 0.0
+    """Weight of an entropy bonus in the loss."""
     correction: CorrectionKind = "token"
-    """Truncated weight exp(trainer - engine log-prob) per token, per sequence, or none."""
+    """Weight exp(trainer - engine log-prob) per token, per sequence (product or geometric mean of
+    its ratios), or none."""
+    correction_mode: CorrectionMode = "truncate"
+    """A weight above the cap is cut to it, or what it weighs is masked out."""
     correction_cap: float = 2.0
     """Upper bound of that weight."""
+    correction_floor: float = 0.0
+    """mask only: what has a weight below this is masked out too."""
+    overlong: Overlong = "keep"
+    """Completions that reached max_tokens: judged like any other, masked out of the loss, or (all
+    that come within overlong_buffer of it) docked up to 1 of their reward."""
+    overlong_buffer: int = 0
+    """penalty only: tokens before max_tokens over which the penalty rises from 0 to 1."""
+    resample_rounds: int = 0
+    """Further rounds of prompts, at most, that replace those whose samples all have one reward
+    (dynamic sampling)."""
 
     def __post_init__(self) -> None:
         _check_kinds("grpo", self)
         _at_least("grpo", 1, most=MOST_PROMPTS, prompts_per_step=self.prompts_per_step)
         _at_least("grpo", 1, inner_epochs=self.inner_epochs)
         _at_least("grpo", 1, correction_cap=self.correction_cap)
-        _at_least("grpo", 0, kl_coef=self.kl_coef)
+        _at_least("grpo", 0, kl_coef=self.kl_coef, entropy_coef=self.entropy_coef)
+        _at_least("grpo", 0, most=1, correction_floor=self.correction_floor)
+        _at_least("grpo", 0, overlong_buffer=self.overlong_buffer)
+        _at_least("grpo", 0, most=MOST_ROUNDS, resample_rounds=self.resample_rounds)
+        self._check_choices()
         _above_zero("grpo", clip_low=self.clip_low, clip_high=self.clip_high)
         _require("grpo.clip-low", self.clip_low, self.clip_low <= 1.0, "choose a value in (0, 1]")
         _require(
@@ -151,6 +215,28 @@ class GRPOConfig:
             num_completions <= MOST_COMPLETIONS,
             f"choose at most {MOST_COMPLETIONS} completions a step",
         )
+
+    def _check_choices(self) -> None:
+        """Every setting that has an effect only beside another one meets it."""
+        if self.dual_clip is not None:
+            _at_least("grpo", 1, dual_clip=float(self.dual_clip))
+            _only("grpo.dual-clip", self.dual_clip, self.loss == "ppo", "grpo.loss=ppo")
+        if self.aggregation_constant is not None:
+            _at_least("grpo", 1, aggregation_constant=self.aggregation_constant)
+            ok = self.aggregation == "sequence-sum"
+            _only("grpo.aggregation-constant", self.aggregation_constant, ok, "sequence-sum")
+        if self.std != "sample":
+            _only("grpo.std", self.std, self.advantage == "grpo", "grpo.advantage=grpo")
+        if self.correction_floor > 0.0:
+            ok = self.correction_mode == "mask"
+            _only("grpo.correction-floor", self.correction_floor, ok, "grpo.correction-mode=mask")
+        ok = (self.overlong == "penalty") == (self.overlong_buffer > 0)
+        wanted = "give it with grpo.overlong=penalty, and only there"
+        _require("grpo.overlong-buffer", self.overlong_buffer, ok, wanted)
+
+
+def _only(name: str, value: object, ok: bool, beside: str) -> None:
+    _require(name, value, ok, f"it has an effect with {beside} only: leave one of them out")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,9 +275,16 @@ class TrainerConfig:
     """How the trained model is cut and fed."""
 
     layout: str = "fsdp=2"
-    """Layout of the trainer's ranks: fsdp=N, dp=R (replicas), or dp=R,fsdp=N."""
+    """Layout of the trainer's ranks: axes dp (replicas), fsdp and tp in this order, such as fsdp=2
+    or dp=2,fsdp=2,tp=2."""
     dtype: DTypeName = "float32"
-    """Dtype of master weights and arithmetic."""
+    """Dtype of master weights, and of arithmetic unless compute_dtype says otherwise."""
+    compute_dtype: DTypeName | None = None
+    """bfloat16 computes in it on float32 master weights; for GPUs, since CPUs are slow at it."""
+    sequence_parallel: bool = False
+    """Between the tensor-parallel parts, cut activations along the tokens; needs tp."""
+    activation_checkpointing: bool = False
+    """Compute each layer again in backward instead of keeping its activations."""
     row_tokens: int = 256
     """Sequences are packed into rows of at most this many tokens (a longer one has its own row)."""
     rows_per_micro_batch: int = 8
@@ -208,11 +301,13 @@ class EngineConfig:
     """How the sampling side is cut and sized."""
 
     layout: str = "engine:tp=2"
-    """Layout of the engine's ranks: engine:tp=N."""
+    """Layout of the engine's ranks: engine:tp=N, or engine:replicas=R,tp=N."""
     dtype: DTypeName = "float32"
     """Dtype of the engine's weights and arithmetic; weights are converted as they are sent."""
     max_slots: int = 256
-    """Sequences decoded at the same time."""
+    """Sequences decoded at the same time by each replica."""
+    sleep: Sleep = "never"
+    """What the engine gives up while the trainer works: nothing, its cache, or also its weights."""
 
     def __post_init__(self) -> None:
         _check_kinds("engine", self)
@@ -301,6 +396,9 @@ class TrainConfig:
     """Folder under which the run's folder is made."""
     name: str | None = None
     """Name of the run's folder; by default the preset or model and the seed."""
+    zero_gap: bool = False
+    """Run trainer and engine on the same batch-invariant kernels: their log-probs are equal bit for
+    bit. Slower; needs an engine with tp=1 and a trainer without tp."""
     track: Tracker = "none"
     """Where metrics go besides the run's files; tensorboard needs the extra `track`."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -356,6 +454,8 @@ def from_dict(cls: type[ConfigT], data: dict[str, Any]) -> ConfigT:
     def revive(hint: Any, value: Any) -> Any:
         if isinstance(hint, type) and is_dataclass(hint):
             return from_dict(hint, value)
+        if get_origin(hint) is tuple:
+            return tuple(value)
         return Path(value) if hint is Path else value
 
     return cls(**{name: revive(hints[name], value) for name, value in data.items()})

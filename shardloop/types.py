@@ -63,8 +63,13 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     """0 means no limit."""
+    min_p: float = 0.0
+    """Tokens less likely than this share of the likeliest one's probability are cut off; after
+    top-k and top-p. 0 cuts none."""
     stop_token_ids: tuple[int, ...] = ()
     """Generation ends with (and keeps) the first of these."""
+    stop: tuple[str, ...] = ()
+    """Generation ends with (and keeps) the token that completes the first of these texts."""
 
     def __post_init__(self) -> None:
         """Raises: UsageError."""
@@ -87,6 +92,12 @@ class Sampling:
             )
         if not _is_real(self.top_p) or not 0.0 < self.top_p <= 1.0:
             raise UsageError(f"top_p={self.top_p!r}; choose a value in (0, 1]")
+        if not _is_real(self.min_p) or not 0.0 <= self.min_p < 1.0:
+            raise UsageError(f"min_p={self.min_p!r}; choose a value in [0, 1)")
+        if type(self.stop) is not tuple or not all(
+            isinstance(text, str) and text for text in self.stop
+        ):
+            raise UsageError(f"stop={self.stop!r}; pass a tuple of texts, none of them empty")
 
 
 def _is_real(value: object) -> bool:
@@ -101,6 +112,8 @@ class SampleId:
     index: int
     """Place within the group of completions of one prompt, from 0."""
     attempt: int = 0
+    turn: int = 0
+    """Which of the sample's requests this is: above 0 after an environment has answered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
