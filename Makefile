@@ -51,7 +51,7 @@ format: setup ## let ruff mend and format the code
 mutants: setup ## break the code on purpose: each patch of tests/mutants must fail its tests
 	$(BIN)/python tests/run_mutants.py
 
-docs: setup ## write docs/configuration.md from shardloop/config.py
+docs: setup ## write docs/configuration.md from shardloop/config
 	$(BIN)/python scripts/write_configuration.py
 
 clean: ## remove .venv, caches and builds (runs/ stays)

@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from shardloop/config.py and the presets. Run by `make docs`.
+"""Writes docs/configuration.md from shardloop/config and the presets. Run by `make docs`.
 
 The text of a field is the docstring under it, so the page cannot say anything else than the code.
 """
@@ -18,9 +18,9 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 INTRO = """\
 # Configuration
 
-<!-- Written by `make docs` from shardloop/config.py; change the docstrings there. -->
+<!-- Written by `make docs` from shardloop/config; change the docstrings there. -->
 
-Every setting of `shardloop train` is a field of a frozen dataclass in `shardloop/config.py`,
+Every setting of `shardloop train` is a field of a frozen dataclass in `shardloop/config`,
 checked when it is made. A flag changes one field of the preset that the run starts from.
 `shardloop train --check` prints the resolved plan and stops before anything runs.
 """
