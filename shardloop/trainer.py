@@ -2,8 +2,8 @@
 
 Worker groups build one on every rank. All get the same global batch and take their own rows of it:
 
-    batch ──plan_packing──▶ own micro-batches ──policy──▶ log-probs  ┐ added up over ranks:
-                                                └──loss──▶ metrics   ┘ the answer
+    batch ──Share──▶ own micro-batches ──policy──▶ log-probs  ┐ added up over ranks:
+                                           └──loss──▶ metrics ┘ the answer
     forward_backward (any number) ──▶ gradients, summed over ranks ──▶ step ──▶ weights
 
 Every pass runs in eval mode: the same rows give the same log-probs, bit for bit, with and without
@@ -25,27 +25,25 @@ from shardloop.checkpoint import load_checkpoint, save_checkpoint
 from shardloop.config import GRPOConfig, OptimConfig, TrainerConfig
 from shardloop.errors import PolicyDiverged, UsageError
 from shardloop.families import canonical_model
+from shardloop.invariant import Kernels
 from shardloop.layout import Layout, make_layout
+from shardloop.micro_batches import Share, needs_silent_rows, without_silent_rows
 from shardloop.objective import check_batch, grpo_objective, sft_objective
 from shardloop.parallel.agree import together
+from shardloop.parallel.build import build_policy
 from shardloop.parallel.context import RankContext
-from shardloop.parallel.fsdp import (
-    full_tensor,
-    global_grad_norm,
-    local_tensor,
-    scale_gradients,
-    shard_policy,
-)
-from shardloop.parallel.mesh import make_mesh
+from shardloop.parallel.fsdp import full_tensor, local_tensor, sum_gradients_in_next_backward
+from shardloop.parallel.grad_norm import global_grad_norm, scale_gradients
+from shardloop.parallel.mesh import data_place, make_mesh, tp_place
 from shardloop.policy import Policy
 from shardloop.rl.batch import Batch
-from shardloop.rl.packing import PackedRows, Rows, pack, plan_packing
+from shardloop.rl.packing import PackedRows
 
 PolicyName = Literal["current", "reference"]
 
 
 class Trainer:
-    """Policy, optional reference policy and AdamW, cut over the ranks of one role by FSDP2.
+    """Policy, optional reference policy and AdamW, cut over the ranks of one role.
 
     Collective over the role's group: the constructor and every method but `shards`, `layout` and
     `advance_version`; all ranks call them in the same order with the same arguments.
@@ -60,11 +58,13 @@ class Trainer:
         optim: OptimConfig,
         reference: bool,
         role: str = "trainer",
+        kernels: Kernels = "fast",
     ) -> None:
         """
         Args:
             model_dir: weights to start from, and the tokenizer that `export` copies.
             reference: keep a frozen copy of the policy as it is now.
+            kernels: "invariant" makes log-probs equal to those of an engine built so, bit for bit.
         Raises:
             ModelError: the folder is no usable model.
             LayoutError: `config.layout` is none for a trainer, or of another number of ranks.
@@ -78,15 +78,34 @@ class Trainer:
         self._model_dir = model_dir
         self._hf_config = hf.load_config(model_dir)
         self._mesh = make_mesh(config.layout, group=group, device_type=context.device.type)
+        self._share = self._build_share()
+        self._kernels: Kernels = kernels
+        self._speaks = tp_place(self._mesh)[0] == 0
+        """Ranks that differ in tp alone compute the same values: one of them hands them out."""
         self._policy = self._build_policy()
         self._reference = self._build_policy().requires_grad_(False) if reference else None
         self._optim = optim
         self._optimizer = self._build_optimizer()
 
     def _build_policy(self) -> Policy:
-        dtype = getattr(torch, self._config.dtype)
-        causal_lm = hf.load_model(self._model_dir, dtype=dtype).to(self._device)
-        return shard_policy(Policy(causal_lm), self._mesh).eval()
+        return build_policy(
+            self._model_dir,
+            self._config,
+            mesh=self._mesh,
+            device=self._device,
+            kernels=self._kernels,
+        )
+
+    def _build_share(self) -> Share:
+        config, (_, tp) = self._config, tp_place(self._mesh)
+        place, num_places = data_place(self._mesh)
+        return Share(
+            place=place,
+            num_places=num_places,
+            row_tokens=config.row_tokens,
+            rows_per_micro_batch=config.rows_per_micro_batch,
+            multiple=tp if config.sequence_parallel else 1,
+        )
 
     def _build_optimizer(self) -> torch.optim.AdamW:
         optim, parameters = self._optim, list(self._policy.parameters())
@@ -121,8 +140,9 @@ class Trainer:
     def logprobs(self, batch: Batch, *, policy: PolicyName = "current") -> Tensor:
         """Log-probs [N] of the batch's scored tokens at its temperature, on the CPU.
 
-        0 outside the loss mask and for rows of other ranks: the sum over ranks is the answer.
-        float64 if the trainer computes in it, else float32.
+        0 outside the loss mask, for rows of other ranks, and on all but the first of the ranks that
+        share their rows (tp): the sum over ranks is the answer. float64 if the trainer computes in
+        it, else float32.
 
         Raises:
             PolicyDiverged: a log-prob is not finite; on the ranks that have such rows.
@@ -130,8 +150,7 @@ class Trainer:
         model = self._policy if policy == "current" else self._require_reference()
         wide = torch.promote_types(getattr(torch, self._config.dtype), torch.float32)
         logprobs_N = torch.zeros(len(batch.token_ids_N), dtype=wide)
-        for rows in self._own_micro_batches(batch):
-            packed = pack(batch, rows)
+        for packed in self._share.with_signal(batch) + self._share.silent(batch):
             logprobs_n, _ = self._score(model, packed, batch.temperature)
             logprobs_N[packed.flat_index_n] = logprobs_n.cpu()
         if not bool(logprobs_N.isfinite().all()):
@@ -139,43 +158,42 @@ class Trainer:
                 f"log-probs of the {policy} policy are not finite at version {self.version}; "
                 "it has diverged, or overflows its dtype: lower the learning rate"
             )
-        return logprobs_N
+        return logprobs_N if self._speaks else torch.zeros_like(logprobs_N)
 
     def forward_backward(self, batch: Batch, loss: GRPOConfig | Literal["sft"]) -> dict[str, float]:
         """Adds the gradients of one batch to those already there.
 
-        Denominators are the whole batch's loss tokens: packing and number of ranks do not matter.
+        Denominators of the loss are the whole batch's: packing and number of ranks do not matter.
+        Rows without any advantage are passed over unless a KL or entropy term needs them: their
+        gradient is 0.
 
         Returns:
-            Metrics whose sum over ranks is the batch's mean over loss tokens: `loss`, `entropy`,
-            and for GRPO also `policy_loss`, `clip_fraction`, `approx_kl`, `ratio`, `kl`.
+            Metrics whose sum over ranks is `loss` of the whole batch, and the mean over the loss
+            tokens that were not passed over of `entropy`, and for GRPO also `policy_loss` (like
+            `loss`), `clip_fraction`, `approx_kl`, `ratio`, `kl`.
         Raises:
             UsageError: the batch lacks values that the loss needs.
         """
         check_batch(batch, loss)
+        micro_batches = self._share.with_signal(batch)
+        if needs_silent_rows(loss):
+            micro_batches += self._share.silent(batch)
+        else:
+            batch = without_silent_rows(batch)
         totals: dict[str, float] = {}
-        for rows in self._own_micro_batches(batch):
-            packed = pack(batch, rows)
+        for index, packed in enumerate(micro_batches, start=1):
+            sum_gradients_in_next_backward(self._policy, now=index == len(micro_batches))
             new_n, entropy_n = self._score(self._policy, packed, batch.temperature)
             if loss == "sft":
                 objective, parts = sft_objective(new_n, batch)
             else:
-                objective, parts = grpo_objective(new_n, batch, packed, loss)
+                objective, parts = grpo_objective(new_n, entropy_n, batch, packed, loss)
             torch.autograd.backward(objective)
             parts["loss"] = objective.detach()
             parts["entropy"] = entropy_n.detach().sum() / max(1, batch.num_loss_tokens)
             for name, value in parts.items():
-                totals[name] = totals.get(name, 0.0) + value.item()
+                totals[name] = totals.get(name, 0.0) + (value.item() if self._speaks else 0.0)
         return totals
-
-    def _own_micro_batches(self, batch: Batch) -> list[Rows]:
-        packing = plan_packing(
-            batch.lengths,
-            row_tokens=self._config.row_tokens,
-            rows_per_micro_batch=self._config.rows_per_micro_batch,
-            num_ranks=dist.get_world_size(self._group),
-        )
-        return packing.micro_batches(dist.get_rank(self._group))
 
     def _score(
         self, model: Policy, packed: PackedRows, temperature: float

@@ -33,8 +33,11 @@ class Prompt:
     text: str | None = None
     messages: tuple[Mapping[str, str], ...] | None = None
     answer: Any = None
-    solution: str | None = None
-    """A worked completion to imitate in supervised fine-tuning; None where the task has none."""
+    solution: str | tuple[str, ...] | None = None
+    """A worked completion to imitate in supervised fine-tuning; None where the task has none.
+
+    Several texts are an episode: the policy's and its environment's in turn, from the policy's
+    first to its last (an odd number). Only the policy's are imitated."""
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.messages is None):
@@ -168,8 +171,43 @@ class Reward:
     """Why, for a person who reads samples."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observation:
+    """What an environment answers to a turn of the policy."""
+
+    text: str
+    """Follows the policy's text; the policy reads it and is never trained on it."""
+    reward: float = 0.0
+    """Adds up over the episode, and to what the RewardFn gives."""
+    done: bool = False
+    """Ends the episode."""
+
+
+class Env(Protocol):
+    """The other side of one episode: a tool, a game, a user. Made for one sample, used once.
+
+        reset ─▶ policy ──text──▶ step ──Observation──▶ policy ──text──▶ step ─▶ … done
+
+    Both methods run in the driver, in one thread and in order. They must return by themselves:
+    one that takes longer than `controller.environments.ANSWER_TIMEOUT_S` ends the run, as does one
+    that raises. The same calls should get the same answers, so that a run can be repeated.
+    """
+
+    def reset(self) -> str:
+        """Text to be read after the prompt, before the policy's first turn; often none ("")."""
+        ...
+
+    def step(self, text: str) -> Observation:
+        """Answers a turn that the policy has ended; `text` is that turn without special tokens."""
+        ...
+
+
 class Task(Protocol):
-    """A stream of prompts with train and test splits that share no question."""
+    """A stream of prompts with train and test splits that share no question.
+
+    A task of several turns also has `env(prompt) -> Env | None`, called once for each sample;
+    None, or no such method, is the case of a single turn.
+    """
 
     name: str
     stop_text: str | None
@@ -192,8 +230,9 @@ class Task(Protocol):
 class RewardFn(Protocol):
     """Judges one completion.
 
-    `text` is the decoded completion without special tokens; `finished` is True when the model ended
-    it by a stop token. Returns a finite number or a `Reward`.
+    `text` is the decoded completion without special tokens, an environment's answers included;
+    `finished` is True when the model ended it by a stop token, or the environment said that the
+    episode is done. Returns a finite number or a `Reward`.
     """
 
     def __call__(self, prompt: Prompt, text: str, *, finished: bool) -> float | Reward: ...

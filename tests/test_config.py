@@ -123,6 +123,12 @@ def test_a_setting_without_effect_is_refused(
         kind(**values)
 
 
+def test_the_kl_term_is_one_that_pulls_towards_the_reference_by_default() -> None:
+    assert GRPOConfig().kl_kind == "k3"
+    assert GRPOConfig(kl_in="reward").kl_kind == "k1"
+    assert GRPOConfig(kl_in="reward", kl_estimator="k2").kl_kind == "k2"
+
+
 @pytest.mark.parametrize(
     "name", ["", ".", "..", "a/b", "a/b/../..", "a\\b", "a\0b", "a\n", "x" * 300]
 )

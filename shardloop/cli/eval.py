@@ -16,7 +16,7 @@ from shardloop.controller.inference import sampler_from_folder
 from shardloop.controller.loop import evaluate
 from shardloop.errors import UsageError
 from shardloop.rewards import load_reward
-from shardloop.tasks import evaluation_prompts, load_task, stop_token_ids
+from shardloop.tasks import Stops, env_maker, evaluation_prompts, load_task, stops_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ def demand_sensible(command: EvalCommand) -> None:
         raise UsageError(f"prompts={command.prompts}; choose 1 or more")
     if command.show < 0:
         raise UsageError(f"show={command.show}; choose 0 or more")
-    command.options.sampling(())
+    command.options.sampling(Stops(token_ids=()))
 
 
 def measure(command: EvalCommand, model_dir: Path) -> None:
@@ -64,13 +64,14 @@ def measure(command: EvalCommand, model_dir: Path) -> None:
     with sampler_from_folder(
         model_dir,
         tokenizer=tokenizer,
-        sampling=options.sampling(stop_token_ids(task, tokenizer)),
+        sampling=options.sampling(stops_of(task, tokenizer)),
         engine=options.engine,
         workers=options.workers,
+        make_env=env_maker(task),
     ) as sampler:
         result = evaluate(sampler, prompts, reward=reward, seed=options.seed)
     for sample in result.samples[: command.show]:
         question = sample.prompt.text or sample.prompt.messages
-        print(f"{question!r} -> {sample.text!r}  reward {sample.reward.value:g}")
+        print(f"{question!r} -> {sample.marked!r}  reward {sample.reward.value:g}")
     record = {"prompts": len(prompts), **reward_fields("reward", list(result.rewards.values()))}
     print(f"reward {eval_interval(record, 'reward')} on {len(prompts)} held-out prompts (95 %)")

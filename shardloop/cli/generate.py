@@ -13,6 +13,7 @@ from shardloop.cli.options import SampleOptions
 from shardloop.cli.view import set_up_logging
 from shardloop.controller.inference import sampler_from_folder
 from shardloop.errors import UsageError
+from shardloop.tasks import Stops
 from shardloop.types import Prompt
 
 
@@ -43,7 +44,7 @@ def run(arguments: Sequence[str]) -> int:
     if command.samples < 1:
         raise UsageError(f"samples={command.samples}; choose 1 or more")
     options = command.options
-    options.sampling(())  # refuses bad values before anything is loaded
+    options.sampling(Stops(token_ids=()))  # refuses bad values before anything is loaded
     with temporary_model_folder(options.model, seed=options.seed) as model_dir:
         print_completions(command, model_dir)
     return 0
@@ -58,7 +59,7 @@ def print_completions(command: GenerateCommand, model_dir: Path) -> None:
     with sampler_from_folder(
         model_dir,
         tokenizer=tokenizer,
-        sampling=options.sampling(tokenizer.stop_token_ids),
+        sampling=options.sampling(Stops(token_ids=tokenizer.stop_token_ids)),
         engine=options.engine,
         workers=options.workers,
     ) as sampler:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from shardloop.config import EngineConfig, WorkersConfig
 from shardloop.errors import UsageError
+from shardloop.tasks import Stops
 from shardloop.types import Sampling
 
 
@@ -21,13 +22,19 @@ class SampleOptions:
     """Nucleus mass in (0, 1]."""
     top_k: int = 0
     """Keep the k likeliest tokens; 0 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this share as likely as the likeliest, in [0, 1); 0 keeps all."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion, besides the tokenizer's (and the task's) own."""
     seed: int = 0
     """Seed of the sampling noise."""
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(layout="engine:tp=1"))
     workers: WorkersConfig = field(default_factory=WorkersConfig)
 
-    def sampling(self, stop_token_ids: tuple[int, ...]) -> Sampling:
+    def sampling(self, stops: Stops) -> Sampling:
         """
+        Args:
+            stops: what ends an answer besides the option `stop`.
         Raises:
             UsageError: a value that no sampling can have.
         """
@@ -37,7 +44,9 @@ class SampleOptions:
                 temperature=self.temperature,
                 top_p=self.top_p,
                 top_k=self.top_k,
-                stop_token_ids=stop_token_ids,
+                min_p=self.min_p,
+                stop_token_ids=stops.token_ids,
+                stop=tuple(dict.fromkeys((*stops.texts, *self.stop))),
             )
         except ValueError as error:
             raise UsageError(str(error)) from error

@@ -29,7 +29,7 @@ class TrainCommand:
     """Improve a language model by GRPO, with sharded training and a tensor-parallel engine."""
 
     config: Annotated[TrainConfig, tyro.conf.arg(name="")]
-    preset: Literal["tiny", "smollm2"] | None = None
+    preset: Literal["tiny", "smollm2", "calculator"] | None = None
     """Vetted settings to start from; every flag below changes one of them. [default: tiny, or none
     with --model]"""
     resume: Path | None = None

@@ -19,7 +19,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-# name, width, how a value looks, key in the metrics of a step
+# name, width, how a value looks, key in the metrics of a step (and to_go_s, which is the view's)
 COLUMNS: tuple[tuple[str, int, Callable[[Any], str], str], ...] = (
     ("step", 5, str, "step"),
     ("reward", 7, "{:.3f}".format, "reward"),
@@ -29,6 +29,7 @@ COLUMNS: tuple[tuple[str, int, Callable[[Any], str], str], ...] = (
     ("update", 6, str, "update"),
     ("tok/s", 7, "{:.0f}".format, "tokens_per_s"),
     ("elapsed", 8, clock, "elapsed_s"),
+    ("to go", 8, clock, "to_go_s"),
 )
 PHASES = ("sync", "rollout", "score", "advantage", "recompute", "update")
 HEADER_EVERY = 25
@@ -39,6 +40,24 @@ class _Console(Console):
         raise BrokenPipeError  # `cli.main` ends the program quietly
 
 
+class Pace:
+    """Time to go by the mean of the steps seen so far, with what lies between them."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, float] | None = None
+
+    def to_go_s(self, step: int, total: int, metrics: Mapping[str, Any]) -> float:
+        """Seconds for the rest of the steps, when `step` is done.
+
+        The first step seen has nothing before it to compare with: it counts as it is.
+        """
+        elapsed_s = float(metrics["elapsed_s"])
+        if self._first is None:
+            self._first = (step - 1, elapsed_s - float(metrics["step_s"]))
+        first_step, first_s = self._first
+        return (total - step) * (elapsed_s - first_s) / (step - first_step)
+
+
 class View:
     """Shows the events of a run. Use as a context manager; `quiet` shows results only."""
 
@@ -46,6 +65,7 @@ class View:
         self.console = _Console(highlight=False)
         self._quiet = quiet
         self._rows = 0
+        self._pace = Pace()
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -83,7 +103,7 @@ class View:
             if self._rows % HEADER_EVERY == 0:
                 self._line(header())
             self._rows += 1
-            self._line(row(metrics))
+            self._line(row({**metrics, "to_go_s": self._pace.to_go_s(step, total, metrics)}))
         elif step == total or step % max(1, total // 5) == 0:
             self._line(f"{stage} {step}/{total}  loss {metrics['loss']:.3f}")
 

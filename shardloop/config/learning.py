@@ -95,8 +95,9 @@ class GRPOConfig:
     sampling.max_tokens."""
     kl_coef: float = 0.0
     """Weight of the KL term to the frozen starting policy; 0 keeps no reference model."""
-    kl_estimator: KLEstimator = "k3"
-    """Estimator of the KL term: k1, k2 or k3 (docs/conventions.md has values and gradients)."""
+    kl_estimator: KLEstimator | None = None
+    """Estimator of the KL term; by default k3 in the loss and k1, whose gradient is the true one
+    there, in the reward (docs/conventions.md has values and gradients)."""
     kl_in: KLPlace = "loss"
     """Where the KL term goes: into the loss, or off each completion's reward."""
     entropy_coef: float = 0.0
@@ -144,6 +145,11 @@ class GRPOConfig:
             num_completions <= MOST_COMPLETIONS,
             f"choose at most {MOST_COMPLETIONS} completions a step",
         )
+
+    @property
+    def kl_kind(self) -> KLEstimator:
+        """The estimator of the KL term."""
+        return self.kl_estimator or ("k3" if self.kl_in == "loss" else "k1")
 
     def _check_choices(self) -> None:
         """Every setting that has an effect only beside another one meets it."""

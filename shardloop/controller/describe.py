@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from shardloop.builtin import BUILTIN
-from shardloop.config import OptimConfig, TrainConfig
+from shardloop.config import GRPOConfig, OptimConfig, TrainConfig
 from shardloop.controller.setup import Setup
 from shardloop.reshard.cost import cost
 
@@ -25,16 +25,17 @@ def describe(setup: Setup, *, root: Path) -> str:
     lines = {
         "model": _model(setup),
         "task": _task(setup),
-        "sampling": _sampling(config),
+        "sampling": _sampling(setup),
         "SFT": _sft(config),
         "GRPO": _grpo(config),
+        "algorithm": _algorithm(config),
         "optimizer": _optim(config.optim),
         "held out": f"{len(setup.test_prompts)} prompts, {_evaluations(config)}",
         "checkpoints": _checkpoints(config),
         "trainer": f"{plan.src.spec} on ranks {list(setup.placement.trainer_ranks)}, "
-        f"{config.trainer.dtype}",
+        f"{_trainer(config)}",
         "engine": f"{plan.dst.spec} on ranks {list(setup.placement.engine_ranks)}, "
-        f"{config.engine.dtype}",
+        f"{_engine(setup)}",
         "plan": str(setup.proof),
         "each sync": _wire(setup),
         "folder": str(root),
@@ -58,10 +59,12 @@ def _task(setup: Setup) -> str:
     return f"{setup.task.name}, judged by {setup.reward_name}; e.g. {text}"
 
 
-def _sampling(config: TrainConfig) -> str:
-    drawn = config.sampling
+def _sampling(setup: Setup) -> str:
+    drawn = setup.sampling
     cuts = f", top-p {drawn.top_p:g}" if drawn.top_p < 1.0 else ""
     cuts += f", top-k {drawn.top_k}" if drawn.top_k else ""
+    cuts += f", min-p {drawn.min_p:g}" if drawn.min_p else ""
+    cuts += f", up to {' or '.join(map(repr, drawn.stop))}" if drawn.stop else ""
     return f"at most {drawn.max_tokens} tokens, temperature {drawn.temperature:g}{cuts}"
 
 
@@ -76,11 +79,63 @@ def _grpo(config: TrainConfig) -> str:
     grpo = config.grpo
     batch = grpo.prompts_per_step * grpo.samples_per_prompt
     epochs = f" x {grpo.inner_epochs} epochs" if grpo.inner_epochs > 1 else ""
-    kl = f"KL {grpo.kl_coef:g} to the starting policy" if grpo.kl_coef else "no KL term"
+    rounds = grpo.resample_rounds
+    more = f"; up to {rounds} further rounds for groups of equal rewards" if rounds else ""
     return (
         f"{config.steps} steps of {grpo.prompts_per_step} prompts x {grpo.samples_per_prompt} "
-        f"samples = {batch} completions{epochs}; {kl}"
+        f"samples = {batch} completions{epochs}{more}"
     )
+
+
+def _algorithm(config: TrainConfig) -> str:
+    """Two lines: where the signal comes from, and what the loss is."""
+    grpo = config.grpo
+    std = f" (std: {grpo.std})" if grpo.advantage == "grpo" else ""
+    overlong = {
+        "keep": "",
+        "mask": "; overlong completions masked out",
+        "penalty": f"; penalty over the last {grpo.overlong_buffer} tokens",
+    }[grpo.overlong]
+    kl = f"KL {grpo.kl_coef:g} ({grpo.kl_kind}, in the {grpo.kl_in})"
+    terms = [
+        f"{grpo.loss} loss, clipped at 1-{grpo.clip_low:g} and 1+{grpo.clip_high:g}, "
+        f"{grpo.aggregation}",
+        *([f"dual clip {grpo.dual_clip:g}"] if grpo.dual_clip is not None else []),
+        kl if grpo.kl_coef else "no KL term",
+        *([f"entropy bonus {grpo.entropy_coef:g}"] if grpo.entropy_coef else []),
+        _correction(grpo),
+    ]
+    return f"{grpo.advantage} advantages{std}{overlong}\n{'':{WIDTH}}{'; '.join(terms)}"
+
+
+def _correction(grpo: GRPOConfig) -> str:
+    if grpo.correction == "none":
+        return "no correction"
+    bounds = f"at {grpo.correction_cap:g}"
+    if grpo.correction_mode == "mask":
+        bounds = f"outside {grpo.correction_floor:g} to {grpo.correction_cap:g}"
+    how = {"truncate": "truncated", "mask": "masked"}[grpo.correction_mode]
+    return f"correction by {grpo.correction}, {how} {bounds}"
+
+
+def _trainer(config: TrainConfig) -> str:
+    trainer = config.trainer
+    parts = [
+        trainer.dtype,
+        *([f"computing in {trainer.compute_dtype}"] if trainer.compute_dtype else []),
+        *(["sequence parallel"] if trainer.sequence_parallel else []),
+        *(["activations recomputed"] if trainer.activation_checkpointing else []),
+        *(["zero gap to the engine"] if config.zero_gap else []),
+    ]
+    return ", ".join(parts)
+
+
+def _engine(setup: Setup) -> str:
+    engine, replicas = setup.config.engine, setup.placement.num_replicas
+    copies = f", {replicas} replicas" if replicas > 1 else ""
+    given_up = {"cache": "its cache", "weights": "its cache and weights"}
+    sleep = f", gives up {given_up[engine.sleep]} in updates" if engine.sleep != "never" else ""
+    return f"{engine.dtype}{copies}{sleep}"
 
 
 def _optim(optim: OptimConfig) -> str:

@@ -58,4 +58,5 @@ def logprob_difference(model: torch.nn.Module, completion: Completion) -> float:
     token_ids = [*request.prompt_ids, *completion.token_ids_T]
     theirs = hf.sequence_logprobs(model, token_ids, temperature=request.sampling.temperature)
     ours = torch.tensor(completion.full_T)
-    return (theirs[len(request.prompt_ids) - 1 :] - ours).abs().max().item()
+    chosen = torch.tensor(completion.loss_mask_T, dtype=torch.bool)
+    return (theirs[len(request.prompt_ids) - 1 :] - ours)[chosen].abs().max().item()

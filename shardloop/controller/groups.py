@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, Self
@@ -87,6 +87,13 @@ class WorkerGroup:
             ranks=self.ranks,
             collect=collect,
         )
+
+    def split(self, num_parts: int) -> "list[WorkerGroup]":
+        """Groups of equally many ranks in their order, which can be called on their own."""
+        size, rest = divmod(len(self.ranks), num_parts)
+        assert rest == 0, f"{len(self.ranks)} ranks cannot be {num_parts} equal parts"
+        starts = range(0, len(self.ranks), size)
+        return [replace(self, ranks=self.ranks[start : start + size]) for start in starts]
 
     def alive(self) -> bool:
         return self.workers.alive()

@@ -1,36 +1,37 @@
 """The synchronous GRPO loop, and evaluation. Called by runs and `shardloop eval`. Floor 4.
 
-    sync ─▶ rollout ─▶ score ─▶ advantage ─▶ recompute ─▶ update
-     │        │                               │             │
-     engine takes the trainer's weights       trainer's     clipped loss, optimizer,
-     (version v)                              log-probs     version v + 1
+    sync ─▶ rollout ─▶ score ─▶ recompute ─▶ advantage ─▶ update
+     │        │  ▲         │      │             │            │
+     │        │  └─────────┘      trainer's     rewards of   clipped loss, optimizer,
+     │        │  further rounds   log-probs,    each group   version v + 1
+     │        │  (`rounds`)       engine asleep (`batches`)
+     engine wakes and takes the trainer's weights (version v)
 
 Each arrow waits for the one before, so every sample trains the weights that drew it: lag 0. The
 loop takes anything with the `call` of a worker group; it holds no state but the step number, which
 is also the data cursor, so a resumed run needs no more than its start.
 
-Shape letters: P prompts, G samples per prompt, N tokens of the batch.
+Shape letters: P prompts, G samples per prompt.
 """
 
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from shardloop.config import DTypeName, GRPOConfig, Std, TrainConfig
+from shardloop.config import GRPOConfig, TrainConfig
+from shardloop.controller.batches import add_advantages, has_signal, make_step_batch, recompute
+from shardloop.controller.engines import Engines
 from shardloop.controller.groups import WorkerGroup
-from shardloop.controller.rollouts import Rollout, Sampler, step_seed
-from shardloop.controller.scoring import Sample, Scores, score_rollouts
+from shardloop.controller.rollouts import Sampler
+from shardloop.controller.rounds import Drawn, Group, draw_groups
+from shardloop.controller.scoring import Sample, score_rollouts
 from shardloop.metrics import PhaseTimes
-from shardloop.rl.advantages import grpo_advantages
-from shardloop.rl.batch import Batch, make_batch
-from shardloop.rl.correction import truncated_weights
-from shardloop.rl.kl import kl_k3
+from shardloop.rl.batch import Batch
 from shardloop.schedule import learning_rate
 from shardloop.types import Prompt, RewardFn, Task
+from shardloop.weight_sync import SyncReport
 
 Metrics = dict[str, Any]
 
@@ -44,6 +45,7 @@ class Step:
     metrics: Metrics
     """JSON numbers and, under `seconds`, the seconds of each phase."""
     samples: Sequence[Sample]
+    """Of all groups that were sampled."""
 
 
 def grpo_steps(
@@ -58,47 +60,54 @@ def grpo_steps(
 ) -> Iterator[Step]:
     """Run steps `start` to `config.steps`, one at each `next`.
 
-    Between them the caller may evaluate, save, sync or stop.
+    Between them the caller may save or stop, and after `take_weights` also sample: with
+    `engine.sleep` a step leaves the engine asleep.
 
     Args:
         trainer, sync: groups of `Trainer` and `WeightSync`, or objects like them.
-        sampler: has the group of engines that `sync` writes to.
+        sampler: has the engines that `sync` writes to.
         start: steps already done by an earlier run.
     Raises:
         TaskError: a prompt that does not fit. RewardError: a reward that fails.
         WorkerError: a rank that fails.
     """
-    count = config.grpo.prompts_per_step
+    engine, sleep = sampler.engine, config.engine.sleep
     is_stale = True  # the caller may have changed the trainer's weights before
     for step in range(start, config.steps):
         times, began = PhaseTimes(), time.perf_counter()
-        prompts = task.prompts("train", seed=config.seed, start=step * count, count=count)
         with times.phase("sync"):
             version = trainer.call("version", collect="same")
+            engine.wake()
             wire_bytes = sync.call("sync", version, collect="first").wire_bytes if is_stale else 0
-        with times.phase("rollout"):
-            rollouts = sampler.rollout(
-                prompts,
-                samples_per_prompt=config.grpo.samples_per_prompt,
-                seed=step_seed(config.seed, step),
-            )
-            assert_no_lag(rollouts, version)
-        with times.phase("score"):
-            scores = score_rollouts(rollouts, reward=reward, tokenizer=sampler.tokenizer)
-        learned = learn(trainer, rollouts, scores, config, step=step, times=times)
-        is_stale = bool(learned["update"])
-        metrics = {"step": step + 1, "version": version, **sample_metrics(scores), **learned}
-        metrics["wire_bytes"] = wire_bytes
-        metrics |= speed_metrics(scores, times, seconds=time.perf_counter() - began)
-        yield Step(number=step + 1, metrics=metrics, samples=scores.samples)
+        drawn = draw_groups(
+            sampler, task=task, reward=reward, config=config, step=step, times=times
+        )
+        assert_no_lag(drawn.groups, version)
+        if sleep != "never":
+            with times.phase("sync"):
+                engine.sleep(sleep)
+        learned = learn(trainer, drawn.kept, config, step=step, times=times)
+        is_stale = bool(learned["update"]) or sleep == "weights"
+        metrics = {"step": step + 1, "version": version, **sample_metrics(drawn, config.grpo)}
+        metrics |= {**learned, "wire_bytes": wire_bytes}
+        metrics |= speed_metrics(drawn, times, seconds=time.perf_counter() - began)
+        samples = [sample for group in drawn.groups for sample in group.samples]
+        yield Step(number=step + 1, metrics=metrics, samples=samples)
 
 
-def assert_no_lag(rollouts: Sequence[Rollout], version: int) -> None:
+def take_weights(trainer: WorkerGroup, engine: Engines, sync: WorkerGroup) -> SyncReport:
+    """The engine wakes and takes the trainer's present weights."""
+    engine.wake()
+    report: SyncReport = sync.call("sync", trainer.call("version", collect="same"), collect="first")
+    return report
+
+
+def assert_no_lag(groups: Sequence[Group], version: int) -> None:
     """Every token comes from the weights that are about to be trained."""
     versions = {
         v
-        for rollout in rollouts
-        for completion in rollout.completions
+        for group in groups
+        for completion in group.rollout.completions
         for v in completion.version_T
     }
     assert versions == {version}, (
@@ -108,80 +117,42 @@ def assert_no_lag(rollouts: Sequence[Rollout], version: int) -> None:
 
 def learn(
     trainer: WorkerGroup,
-    rollouts: Sequence[Rollout],
-    scores: Scores,
+    groups: Sequence[Group],
     config: TrainConfig,
     *,
     step: int,
     times: PhaseTimes,
 ) -> Metrics:
-    """From judged completions to new weights: the second half of a step, with its metrics."""
-    grpo = config.grpo
-    with times.phase("advantage"):
-        batch = advantage_batch(rollouts, scores, std=grpo.std, dtype=config.trainer.dtype)
-    with times.phase("recompute"):
-        batch, recompute_metrics = recompute(trainer, batch, grpo)
-    with times.phase("update"):
-        lr = learning_rate(step, config.steps, config.optim)
-        has_signal = scores.num_flat_groups < len(rollouts) or grpo.kl_coef > 0.0
-        update_metrics = update(trainer, batch, grpo, lr=lr, has_signal=has_signal)
-    return {**update_metrics, **recompute_metrics, "lr": lr}
+    """From judged groups to new weights: the second half of a step, with its metrics.
 
-
-def advantage_batch(
-    rollouts: Sequence[Rollout], scores: Scores, *, std: Std, dtype: DTypeName
-) -> Batch:
-    """Values are float64 where the trainer computes in it, else float32."""
-    advantages_PG = grpo_advantages(scores.rewards_PG, std=std)
-    wide = torch.promote_types(getattr(torch, dtype), torch.float32)
-    completions = [completion for rollout in rollouts for completion in rollout.completions]
-    return make_batch(completions, advantages_PG.flatten().to(wide))
-
-
-def recompute(trainer: WorkerGroup, batch: Batch, grpo: GRPOConfig) -> tuple[Batch, Metrics]:
-    """Add the trainer's own log-probs, the reference's for a KL term, and the correction weights.
-
-    Returns:
-        The fuller batch; and gap_mean and gap_max of |old - engine's full log-prob| over the loss
-        tokens, ess, and kl (k3 to the reference, exactly 0 while both have the same weights).
+    Without groups, or without a loss token in them, nothing is computed: `update` is 0.
     """
-    assert batch.full_N is not None, "made from completions"
-    mask_N = batch.loss_mask_N
-    old_N: Tensor = trainer.call("logprobs", batch, collect="sum")
-    correction = truncated_weights(
-        old_N,
-        batch.full_N,
-        kind=grpo.correction,
-        cap=grpo.correction_cap,
-        mask_N=mask_N,
-        offsets=batch.offsets,
-    )
-    metrics = {
-        "gap_mean": correction.gap_mean,
-        "gap_max": correction.gap_max,
-        "ess": correction.ess,
-    }
-    batch = replace(batch, old_N=old_N, weights_N=correction.weights_N)
-    if grpo.kl_coef > 0.0:
-        ref_N: Tensor = trainer.call("logprobs", batch, policy="reference", collect="sum")
-        metrics["kl"] = kl_k3(old_N, ref_N)[mask_N].mean().item()
-        batch = replace(batch, ref_N=ref_N)
-    return batch, metrics
+    grpo, lr = config.grpo, learning_rate(step, config.steps, config.optim)
+    if not groups:
+        return {"update": 0, "lr": lr}
+    with times.phase("recompute"):
+        batch = make_step_batch(groups, config)
+        if batch.num_loss_tokens == 0:
+            return {"update": 0, "lr": lr}
+        batch, measured = recompute(trainer, batch, grpo)
+    with times.phase("advantage"):
+        batch = add_advantages(batch, groups, grpo)
+    with times.phase("update"):
+        updated = update(trainer, batch, grpo, lr=lr)
+    return {**updated, **measured, "lr": lr}
 
 
-def update(
-    trainer: WorkerGroup, batch: Batch, grpo: GRPOConfig, *, lr: float, has_signal: bool
-) -> Metrics:
+def update(trainer: WorkerGroup, batch: Batch, grpo: GRPOConfig, *, lr: float) -> Metrics:
     """`inner_epochs` optimizer steps on one batch, counted as one version.
 
-    Without signal (every group's rewards equal, and no KL term) the gradient is exactly 0 and no
-    step is made: AdamW would move the weights all the same, by its moments and its decay.
+    Without signal (every advantage 0, and no KL or entropy in the loss) the gradient is exactly 0
+    and no step is made: AdamW would move the weights all the same, by its moments and its decay.
 
     Returns:
         `update` 1 and means over the inner epochs of what the trainer reports; only `update` 0
         where no step was made.
     """
-    if not has_signal:
+    if not has_signal(batch, grpo):
         return {"update": 0}
     epochs = []
     for _ in range(grpo.inner_epochs):
@@ -191,19 +162,25 @@ def update(
     return {**{name: sum(e[name] for e in epochs) / len(epochs) for name in epochs[0]}, "update": 1}
 
 
-def sample_metrics(scores: Scores) -> Metrics:
-    samples = scores.samples
-    return {
-        "reward": scores.rewards_PG.mean().item(),
-        "reward_std": scores.rewards_PG.std(correction=0).item(),
-        "zero_signal_fraction": scores.num_flat_groups / len(scores.rewards_PG),
+def sample_metrics(drawn: Drawn, grpo: GRPOConfig) -> Metrics:
+    """Of ALL groups that were sampled: to leave out the flat ones would flatter the reward, which
+    is the task's own, without penalties and KL."""
+    samples = [sample for group in drawn.groups for sample in group.samples]
+    rewards = [sample.reward.value for sample in samples]
+    metrics = {
+        "reward": statistics.fmean(rewards),
+        "reward_std": statistics.pstdev(rewards),
+        "zero_signal_fraction": sum(g.is_flat for g in drawn.groups) / len(drawn.groups),
         "finished_fraction": sum(sample.finished for sample in samples) / len(samples),
         "tokens": sum(sample.num_tokens for sample in samples),
     }
+    if grpo.resample_rounds:
+        metrics |= {"rounds": drawn.num_rounds, "groups_kept": len(drawn.kept)}
+    return metrics
 
 
-def speed_metrics(scores: Scores, times: PhaseTimes, *, seconds: float) -> Metrics:
-    tokens = sum(sample.num_tokens for sample in scores.samples)
+def speed_metrics(drawn: Drawn, times: PhaseTimes, *, seconds: float) -> Metrics:
+    tokens = sum(sample.num_tokens for group in drawn.groups for sample in group.samples)
     return {
         "tokens_per_s": tokens / seconds,
         "rollout_tokens_per_s": tokens / max(times.seconds["rollout"], 1e-9),

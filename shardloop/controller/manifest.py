@@ -24,7 +24,8 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 CHANGEABLE = (
     *("steps", "track", "eval.every", "checkpoint.every", "checkpoint.keep"),
     *("trainer.layout", "trainer.row_tokens", "trainer.rows_per_micro_batch"),
-    *("engine.layout", "engine.max_slots"),
+    *("trainer.sequence_parallel", "trainer.activation_checkpointing"),
+    *("engine.layout", "engine.max_slots", "engine.sleep"),
     *("workers.device", "workers.threads", "workers.timeout_s", "workers.colocate"),
 )
 """Settings that a resumed run may change: how long and where it runs, not what it learns from."""

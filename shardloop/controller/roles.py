@@ -11,10 +11,12 @@ import torch
 
 from shardloop import hf
 from shardloop.config import EngineConfig, OptimConfig, TrainConfig, TrainerConfig
+from shardloop.controller.placement import replica_role
 from shardloop.engines.base import Engine
 from shardloop.engines.local import LocalEngine
 from shardloop.families import canonical_model
-from shardloop.layout import make_layout
+from shardloop.invariant import Kernels
+from shardloop.layout import make_layout, parse_layout
 from shardloop.parallel.context import RankContext
 from shardloop.parallel.tp import ProcessGroupTP
 from shardloop.reshard.verify import Proof
@@ -29,9 +31,24 @@ def build_trainer(
     model_dir: Path,
     *,
     reference: bool,
+    zero_gap: bool = False,
 ) -> Trainer:
-    """A trainer of the policy in `model_dir`; with `reference` it keeps a frozen copy of it."""
-    return Trainer(context, model_dir=model_dir, config=trainer, optim=optim, reference=reference)
+    """A trainer of the policy in `model_dir`; with `reference` it keeps a frozen copy of it.
+
+    With `zero_gap` it computes by the kernels of an engine that is built so too.
+    """
+    return Trainer(
+        context,
+        model_dir=model_dir,
+        config=trainer,
+        optim=optim,
+        reference=reference,
+        kernels=_kernels(zero_gap=zero_gap),
+    )
+
+
+def _kernels(*, zero_gap: bool) -> Kernels:
+    return "invariant" if zero_gap else "fast"
 
 
 def build_engine(
@@ -40,23 +57,39 @@ def build_engine(
     hf_config: Mapping[str, Any],
     *,
     weights_from: Path | None = None,
+    tokenizer_from: Path | None = None,
+    zero_gap: bool = False,
 ) -> Engine:
-    """An engine with the weights of a model folder as version 0.
+    """An engine, of one replica where it has several.
 
-    Without a folder it has none, and refuses to generate until the first sync.
+    Args:
+        weights_from: model folder whose weights it has as version 0. Without one it has none, and
+            refuses to generate until the first sync.
+        tokenizer_from: model folder whose tokenizer finds stop texts; None where there are none.
+        zero_gap: compute by the kernels of a trainer that is built so too.
     """
+    layout = make_layout(canonical_model(hf_config), config.layout)
+    place = context.role_rank("engine")
     engine = LocalEngine(
         hf_config,
-        layout=make_layout(canonical_model(hf_config), config.layout),
-        rank=context.role_rank("engine"),
-        comm=ProcessGroupTP(context.group("engine")),
+        layout=layout,
+        rank=place,
+        comm=ProcessGroupTP(context.group(_tensor_parallel_role(context, place, config.layout))),
         dtype=getattr(torch, config.dtype),
         max_slots=config.max_slots,
         device=context.device,
+        decode=None if tokenizer_from is None else hf.load_tokenizer(tokenizer_from).decode,
+        kernels=_kernels(zero_gap=zero_gap),
     )
     if weights_from is not None:
         engine.load_from_state_dict(hf.load_weights(weights_from))
     return engine
+
+
+def _tensor_parallel_role(context: RankContext, place: int, spec: str) -> str:
+    """The role whose ranks hold one copy of the engine's model together."""
+    axes = parse_layout(spec)
+    return replica_role(place // axes.size("tp")) if axes.size("replicas") > 1 else "engine"
 
 
 def build_sync(context: RankContext, config: TrainConfig, proof: Proof) -> WeightSync:

@@ -6,12 +6,15 @@ Shape letters: P prompts, G samples per prompt.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from shardloop.controller.groups import WorkerGroup
-from shardloop.errors import TaskError, UsageError, WorkerError
-from shardloop.types import Completion, Prompt, Request, SampleId, Sampling, Tokenizer
+from shardloop.controller.engines import Engines
+from shardloop.controller.environments import CallingThread, guarded
+from shardloop.controller.episodes import Episode, play
+from shardloop.errors import TaskError, UsageError
+from shardloop.tasks import no_env
+from shardloop.types import Completion, Env, Prompt, Request, SampleId, Sampling, Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,19 +23,33 @@ class Rollout:
 
     prompt: Prompt
     completions: tuple[Completion, ...]
+    env_rewards: tuple[float | None, ...]
+    """What the environment of each completion gave in all; None where it had none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SolutionRow:
+    """A prompt and its worked solution as token ids."""
+
+    prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+    loss_mask: tuple[int, ...]
+    """One entry for each id of the answer: 0 where it is an environment's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampler:
     """An engine and everything that decides what it samples but the prompts and the seed."""
 
-    engine: WorkerGroup
-    """Anything with `call("generate", requests, collect="first")`."""
+    engine: Engines
     tokenizer: Tokenizer
     sampling: Sampling
-    """How completions are drawn, stop tokens included."""
+    """How completions are drawn, stop tokens included; `max_tokens` counts those that the policy
+    chooses, over all turns together."""
     context_length: int
     """Most tokens of prompt and completion together."""
+    make_env: Callable[[Prompt], Env | None] = no_env
+    """The environment of a sample, see `shardloop.tasks.env_maker`."""
 
     def at(self, temperature: float) -> "Sampler":
         """The same at another temperature; 0 is greedy."""
@@ -48,18 +65,32 @@ class Sampler:
         Args:
             seed: noise of these samples (see `step_seed`).
         Raises:
-            TaskError: as `prompt_ids`.
+            TaskError: as `prompt_ids`; or, like RewardError, of an environment (see `GuardedEnv`).
             WorkerError: the engine gave fewer, other, aborted or empty completions.
         """
         requests = self._requests(prompts, samples_per_prompt=samples_per_prompt, seed=seed)
-        completions = self.engine.call("generate", requests, collect="first")
-        _check(completions, requests)
+        asked = [prompt for prompt in prompts for _ in range(samples_per_prompt)]
+        with CallingThread() as thread:
+            episodes = [
+                Episode(
+                    request,
+                    prompt,
+                    guarded(self.make_env, prompt, thread),
+                    tokenizer=self.tokenizer,
+                    context_length=self.context_length,
+                )
+                for request, prompt in zip(requests, asked, strict=True)
+            ]
+            play(episodes, self.engine.generate)
         starts = range(0, len(requests), samples_per_prompt)
+        groups = [episodes[start : start + samples_per_prompt] for start in starts]
         return [
             Rollout(
-                prompt=prompt, completions=tuple(completions[start : start + samples_per_prompt])
+                prompt=prompt,
+                completions=tuple(episode.completion for episode in group),
+                env_rewards=tuple(episode.env_reward for episode in group),
             )
-            for prompt, start in zip(prompts, starts, strict=True)
+            for prompt, group in zip(prompts, groups, strict=True)
         ]
 
     def _requests(
@@ -119,34 +150,55 @@ def prompt_ids(
     return ids
 
 
-def solution_row(
-    prompt: Prompt, tokenizer: Tokenizer, context_length: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ids of a prompt and of its worked solution, which ends with the first stop token.
+def solution_row(prompt: Prompt, tokenizer: Tokenizer, context_length: int) -> SolutionRow:
+    """Ids of a prompt and of its worked solution, which ends with the first stop token. Each text
+    of an episode is tokenised by itself, as in a rollout.
 
     Raises:
         UsageError: the tokenizer has no stop token.
-        TaskError: there is no solution, or one that has characters that the vocabulary lacks or
-            exceeds the context together with its prompt.
+        TaskError: there is no solution, or one that has characters that the vocabulary lacks, ends
+            with a text of the environment, or exceeds the context together with its prompt.
     """
     if not tokenizer.stop_token_ids:
         raise UsageError("the tokenizer has no end-of-sequence token; SFT teaches when to stop")
-    if prompt.solution is None:
+    answer_ids: list[int] = []
+    loss_mask: list[int] = []
+    for place, text in enumerate(_texts(prompt)):
+        try:
+            ids = tokenizer.encode(text)
+        except TaskError as error:
+            raise TaskError(f"solution of {prompt.named}: {error}") from error
+        answer_ids += ids
+        loss_mask += [1 - place % 2] * len(ids)
+    row = SolutionRow(
+        prompt_ids=prompt_ids(prompt, tokenizer, max_tokens=0, context_length=context_length),
+        answer_ids=(*answer_ids, tokenizer.stop_token_ids[0]),
+        loss_mask=(*loss_mask, 1),
+    )
+    if len(row.prompt_ids) + len(row.answer_ids) > context_length:
+        raise TaskError(
+            f"{prompt.named} has {len(row.prompt_ids)} tokens; with its solution of "
+            f"{len(row.answer_ids)} it exceeds the model's context of {context_length}: shorten "
+            "one of them"
+        )
+    return row
+
+
+def _texts(prompt: Prompt) -> tuple[str, ...]:
+    """The policy's and the environment's texts of a worked solution in turn."""
+    solution = prompt.solution
+    if solution is None:
         raise TaskError(
             f"{prompt.named} has no worked solution; SFT needs one: "
             "add a solution to the task, or set sft.steps to 0"
         )
-    try:
-        answer_ids = (*tokenizer.encode(prompt.solution), tokenizer.stop_token_ids[0])
-    except TaskError as error:
-        raise TaskError(f"solution of {prompt.named}: {error}") from error
-    ids = prompt_ids(prompt, tokenizer, max_tokens=0, context_length=context_length)
-    if len(ids) + len(answer_ids) > context_length:
+    texts = (solution,) if isinstance(solution, str) else tuple(solution)
+    if len(texts) % 2 == 0:
         raise TaskError(
-            f"{prompt.named} has {len(ids)} tokens; with its solution of {len(answer_ids)} it "
-            f"exceeds the model's context of {context_length}: shorten one of them"
+            f"the solution of {prompt.named} has {len(texts)} texts; it must begin and end with one"
+            " of the policy's, with those of the environment between them"
         )
-    return ids, answer_ids
+    return texts
 
 
 def step_seed(seed: int, step: int) -> int:
@@ -157,21 +209,3 @@ def step_seed(seed: int, step: int) -> int:
     """
     digest = hashlib.blake2b(f"rollout/{seed}/{step}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def _check(completions: Sequence[Completion], requests: Sequence[Request]) -> None:
-    if len(completions) != len(requests):
-        raise WorkerError(
-            f"the engine answered {len(requests)} requests by {len(completions)} completions"
-        )
-    for request, completion in zip(requests, completions, strict=True):
-        if completion.request != request:
-            raise WorkerError(
-                f"the engine answered {request.sample_id} by {completion.request.sample_id}; "
-                "completions must come in the order of the requests"
-            )
-        if completion.finish_reason == "aborted" or not completion.token_ids_T:
-            raise WorkerError(
-                f"the completion of {request.sample_id} is {completion.finish_reason} after "
-                f"{len(completion.token_ids_T)} tokens; every sample of a batch must be finished"
-            )

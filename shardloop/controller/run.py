@@ -14,12 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from shardloop.builtin import model_folder, temporary_model_folder
 from shardloop.checkpoint import latest_checkpoint
 from shardloop.config import TrainConfig
 from shardloop.controller.describe import describe
+from shardloop.controller.engines import Engines
 from shardloop.controller.events import Event, Note
 from shardloop.controller.groups import LocalWorkers
 from shardloop.controller.manifest import changed_settings, write_manifest
@@ -41,7 +40,6 @@ def check(config: TrainConfig, root: Path, *, resume: bool = False) -> str:
         resume_point(config, RunFolder(root))
     with temporary_model_folder(config.model, seed=config.seed) as model_dir:
         setup = resolve(config, model_dir)
-    demand_devices(setup)
     return describe(setup, root=root)
 
 
@@ -73,7 +71,6 @@ def train(
         with writing(folder.root):
             model_dir = model_folder(config.model, folder.root, seed=config.seed, say=notes.append)
         setup = resolve(config, model_dir)
-        demand_devices(setup)
         yield from (Note(text) for text in (*notes, describe(setup, root=folder.root)))
         if point is None:
             write_manifest(folder.manifest, config, facts(setup))
@@ -104,21 +101,6 @@ def resume_point(config: TrainConfig, folder: RunFolder) -> ResumePoint:
             f"choose --steps {done} or more"
         )
     return ResumePoint(checkpoint=newest, changes=changes)
-
-
-def demand_devices(setup: Setup) -> None:
-    """
-    Raises:
-        UsageError: workers.device=cuda, and this machine has fewer GPUs than the run has ranks.
-    """
-    num_ranks = setup.placement.world_size
-    if setup.config.workers.device != "cuda" or torch.cuda.device_count() >= num_ranks:
-        return
-    raise UsageError(
-        f"workers.device=cuda with {num_ranks} ranks, but torch sees {torch.cuda.device_count()} "
-        "GPUs and every rank needs its own: use smaller layouts, workers.colocate or "
-        "workers.device=cpu"
-    )
 
 
 def facts(setup: Setup) -> dict[str, Any]:
@@ -169,10 +151,18 @@ def spawn(workers: LocalWorkers, setup: Setup) -> Roles:
         config.optim,
         setup.model_dir,
         reference=config.grpo.kl_coef > 0.0,
+        zero_gap=config.zero_gap,
         role="trainer",
     )
-    engine = workers.spawn(
-        "engine", build_engine, config.engine, setup.model.hf_config, role="engine"
+    group = workers.spawn(
+        "engine",
+        build_engine,
+        config.engine,
+        setup.model.hf_config,
+        tokenizer_from=setup.model_dir if setup.sampling.stop else None,
+        zero_gap=config.zero_gap,
+        role="engine",
     )
+    engine = Engines(group, num_replicas=setup.placement.num_replicas)
     sync = workers.spawn("sync", build_sync, config, setup.proof, role="sync")
     return Roles(trainer=trainer, sampler=setup.sampler(engine), sync=sync)

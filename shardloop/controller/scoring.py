@@ -4,7 +4,8 @@ Shape letters: P prompts, G samples per prompt.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -22,8 +23,13 @@ class Sample:
     prompt: Prompt
     index: int
     text: str
+    """All of it, an environment's answers included: what the reward judged."""
+    marked: str
+    """The same for people, an environment's answers in « »."""
     reward: Reward
+    """The RewardFn's; with an environment, plus what that gave, which is also the part "env"."""
     num_tokens: int
+    """Those that the policy chose."""
     finished: bool
 
 
@@ -43,23 +49,31 @@ class Scores:
 def score_rollouts(
     rollouts: Sequence[Rollout], *, reward: RewardFn, tokenizer: Tokenizer
 ) -> Scores:
-    """Judge every completion.
+    """Judge every completion, and add what its environment gave.
 
     Raises:
         RewardError: the reward raised (that exception is the cause) or returned something that is
             no finite number; names the reward, the prompt, the sample and the value.
     """
     samples = [
-        _judge(reward, tokenizer, rollout.prompt, index, completion)
+        _judge(reward, tokenizer, rollout.prompt, index, completion, env_reward=env_reward)
         for rollout in rollouts
-        for index, completion in enumerate(rollout.completions)
+        for index, (completion, env_reward) in enumerate(
+            zip(rollout.completions, rollout.env_rewards, strict=True)
+        )
     ]
     values = torch.tensor([sample.reward.value for sample in samples], dtype=torch.float64)
     return Scores(rewards_PG=values.reshape(len(rollouts), -1), samples=samples)
 
 
 def _judge(
-    reward: RewardFn, tokenizer: Tokenizer, prompt: Prompt, index: int, completion: Completion
+    reward: RewardFn,
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    index: int,
+    completion: Completion,
+    *,
+    env_reward: float | None,
 ) -> Sample:
     text = tokenizer.decode(completion.token_ids_T)
     finished = completion.finish_reason == "stop"
@@ -68,11 +82,25 @@ def _judge(
     except RewardError as error:
         name = getattr(reward, "__name__", type(reward).__name__)
         raise RewardError(f"reward {name}, sample {index}: {error}") from error.__cause__ or error
+    if env_reward is not None:
+        parts = {**judged.parts, "env": env_reward}
+        judged = replace(judged, value=judged.value + env_reward, parts=parts)
     return Sample(
         prompt=prompt,
         index=index,
         text=text,
+        marked=marked_text(completion, tokenizer),
         reward=judged,
-        num_tokens=len(completion.token_ids_T),
+        num_tokens=sum(completion.loss_mask_T),
         finished=finished,
     )
+
+
+def marked_text(completion: Completion, tokenizer: Tokenizer) -> str:
+    """A completion for people: what the policy did not choose stands in « »."""
+    token_ids = zip(completion.token_ids_T, completion.loss_mask_T, strict=True)
+    text = ""
+    for chosen, part in groupby(token_ids, key=lambda pair: bool(pair[1])):
+        words = tokenizer.decode([token_id for token_id, _ in part])
+        text += words if chosen else f"«{words}»"
+    return text

@@ -2,7 +2,7 @@
 
 Called by `controller.run`; `read_model` and `engine_layout` also by what runs a part of a run alone
 (`controller.sft`, `controller.inference`). `resolve` reads the model's folder, the task and the
-layouts, proves the reshard plan, and looks at the prompts.
+layouts, proves the reshard plan, looks at the prompts, and tries the reward if it is the user's.
 """
 
 import os
@@ -12,19 +12,27 @@ from pathlib import Path
 from typing import Any
 
 from shardloop import hf
-from shardloop.config import TrainConfig
-from shardloop.controller.groups import WorkerGroup
+from shardloop.config import TrainConfig, TrainerConfig
+from shardloop.controller.demands import demand_buffer, demand_devices, demand_zero_gap
+from shardloop.controller.engines import Engines
 from shardloop.controller.placement import Placement
 from shardloop.controller.rollouts import Sampler, prompt_ids, solution_row
-from shardloop.errors import LayoutError, ModelError
+from shardloop.errors import LayoutError, ModelError, RewardError
 from shardloop.families import CanonicalModel, canonical_model
 from shardloop.layout import Layout, make_layout, parse_layout
 from shardloop.model import DecoderConfig
-from shardloop.parallel.mesh import trainer_axes
+from shardloop.parallel.build import check_config
+from shardloop.parallel.mesh import check_tensor_parallel, trainer_axes
 from shardloop.reshard.plan import plan_reshard
 from shardloop.reshard.verify import Proof, verify
-from shardloop.rewards import REWARDS, check_answer, load_reward
-from shardloop.tasks import FiniteTask, evaluation_prompts, load_task, stop_token_ids
+from shardloop.rewards import REWARDS, check_answer, load_reward, score
+from shardloop.tasks import (
+    FiniteTask,
+    env_maker,
+    evaluation_prompts,
+    load_task,
+    stops_of,
+)
 from shardloop.types import Prompt, RewardFn, Sampling, Task, Tokenizer
 
 MOST_CHECKED = 10_000
@@ -59,21 +67,24 @@ class Setup:
     @property
     def sampling(self) -> Sampling:
         """How rollouts are drawn."""
-        drawn = self.config.sampling
+        drawn, stops = self.config.sampling, stops_of(self.task, self.tokenizer)
         return Sampling(
             max_tokens=drawn.max_tokens,
             temperature=drawn.temperature,
             top_p=drawn.top_p,
             top_k=drawn.top_k,
-            stop_token_ids=stop_token_ids(self.task, self.tokenizer),
+            min_p=drawn.min_p,
+            stop_token_ids=stops.token_ids,
+            stop=tuple(dict.fromkeys((*stops.texts, *drawn.stop))),
         )
 
-    def sampler(self, engine: WorkerGroup) -> Sampler:
+    def sampler(self, engine: Engines) -> Sampler:
         return Sampler(
             engine=engine,
             tokenizer=self.tokenizer,
             sampling=self.sampling,
             context_length=self.model.context_length,
+            make_env=env_maker(self.task),
         )
 
 
@@ -99,14 +110,19 @@ def resolve(config: TrainConfig, model_dir: Path) -> Setup:
 
     Raises:
         ModelError: the folder is no usable model. LayoutError: it cannot be cut so.
-        TaskError: no prompts, or prompts that do not fit. UsageError: an unknown task or reward.
+        TaskError: no prompts, or prompts that do not fit. UsageError: an unknown task or reward,
+            settings that do not go together, or too few GPUs.
+        RewardError: the user's reward fails on an empty completion.
         PlanError: the reshard plan has a fault.
     """
+    demand_buffer(config)
     model = read_model(model_dir)
     tokenizer = hf.load_tokenizer(model_dir)
-    src = trainer_layout(model.canonical, config.trainer.layout)
+    src = trainer_layout(model.canonical, config.trainer)
     dst = engine_layout(model.canonical, config.engine.layout)
     placement = _place(src, dst, colocate=config.workers.colocate)
+    demand_zero_gap(config, trainer=src, engine=dst)
+    demand_devices(config.workers, num_ranks=placement.world_size)
     plan = plan_reshard(
         src, dst, src_ranks=placement.trainer_ranks, dst_ranks=placement.engine_ranks
     )
@@ -125,6 +141,8 @@ def resolve(config: TrainConfig, model_dir: Path) -> Setup:
         proof=verify(plan),
     )
     check_prompts(setup)
+    if reward_name not in REWARDS:
+        try_reward(setup)
     return setup
 
 
@@ -136,7 +154,12 @@ def _place(src: Layout, dst: Layout, *, colocate: bool) -> Placement:
             f"trainer.layout={src.spec} and engine.layout={dst.spec} need {num_processes} processes"
             f" on this machine; choose layouts of at most {MOST_PROCESSES} together"
         )
-    return Placement.of(trainers=trainers, engines=engines, colocate=colocate)
+    return Placement.of(
+        trainers=trainers,
+        engines=engines,
+        colocate=colocate,
+        num_replicas=num_replicas(dst.spec),
+    )
 
 
 def check_prompts(setup: Setup) -> None:
@@ -159,24 +182,53 @@ def check_prompts(setup: Setup) -> None:
             solution_row(prompt, tokenizer, context_length)
 
 
-def trainer_layout(model: CanonicalModel, spec: str) -> Layout:
+def try_reward(setup: Setup) -> None:
+    """Calls the user's reward once, on the first training prompt with an empty completion: a
+    mistake in it should not wait for the end of the warm start.
+
+    Raises:
+        RewardError: it raises, or returns no finite number.
+    """
+    [prompt] = setup.task.prompts("train", seed=setup.config.seed, start=0, count=1)
+    try:
+        score(setup.reward, prompt, "", finished=False)
+    except RewardError as error:
+        raise RewardError(
+            f"reward={setup.reward_name!r}, tried on an empty completion before the start: {error}"
+        ) from error.__cause__ or error
+
+
+def trainer_layout(model: CanonicalModel, trainer: TrainerConfig) -> Layout:
     """
     Raises:
         LayoutError: not a layout that the trainer runs (see `trainer_axes`), or it does not fit.
+        UsageError: other settings do not go with it.
     """
-    trainer_axes(spec)
-    return make_layout(model, spec)
+    axes = trainer_axes(trainer.layout)
+    check_tensor_parallel(model, axes["tp"])
+    check_config(trainer, has_tp=axes["tp"] > 1)
+    return make_layout(model, trainer.layout)
 
 
 def engine_layout(model: CanonicalModel, spec: str) -> Layout:
     """
     Raises:
-        LayoutError: anything but engine:tp=N, or an N that does not fit the model.
+        LayoutError: no engine layout with its replicas outermost, or a tp that does not fit the
+            model.
     """
     parsed = parse_layout(spec)
-    if parsed.scheme != "engine" or [name for name, _ in parsed.axes] != ["tp"]:
-        raise LayoutError(f"engine.layout={spec!r} cannot be run; choose engine:tp=N")
+    axes = [name for name, _ in parsed.axes]
+    if parsed.scheme != "engine" or axes not in (["tp"], ["replicas"], ["replicas", "tp"]):
+        raise LayoutError(
+            f"engine.layout={spec!r} cannot be run; choose engine:tp=N (the model cut N ways), or "
+            "engine:replicas=R,tp=N (R copies of it, each cut N ways)"
+        )
     return make_layout(model, spec)
+
+
+def num_replicas(spec: str) -> int:
+    """Of an engine layout: groups of ranks that hold the whole model and sample on their own."""
+    return parse_layout(spec).size("replicas")
 
 
 def first_train_prompts(task: Task, config: TrainConfig) -> Sequence[Prompt]:
@@ -184,7 +236,7 @@ def first_train_prompts(task: Task, config: TrainConfig) -> Sequence[Prompt]:
     known = len(task.train) if isinstance(task, FiniteTask) else 0
     count = config.grpo.prompts_per_step
     if known > MOST_CHECKED:
-        count *= config.steps
+        count *= config.steps * (config.grpo.resample_rounds + 1)
     elif known:
         count = known
     return task.prompts("train", seed=config.seed, start=0, count=min(count, MOST_CHECKED))

@@ -11,6 +11,7 @@ from typing import Any
 from shardloop import hf
 from shardloop.builtin import temporary_model_folder
 from shardloop.config import SFTConfig, TrainerConfig, WorkersConfig
+from shardloop.controller.demands import demand_devices
 from shardloop.controller.events import Event, Note, Progress, Saved
 from shardloop.controller.groups import LocalWorkers, WorkerGroup
 from shardloop.controller.roles import build_trainer, release
@@ -38,8 +39,8 @@ def fine_tune(
 
     Raises:
         Interrupted: `stop_requested` became true; nothing was written.
-        UsageError: `out` exists, or an unknown task. ModelError, LayoutError: as in a run.
-        TaskError: as `sft_steps`. CheckpointError: `out` cannot be written.
+        UsageError: `out` exists, an unknown task, or too few GPUs. ModelError, LayoutError: as in a
+            run. TaskError: as `sft_steps`. CheckpointError: `out` cannot be written.
     """
     if out.exists():
         raise UsageError(f"out={out} exists; choose a new folder")
@@ -47,7 +48,8 @@ def fine_tune(
     with temporary_model_folder(model, seed=seed, say=notes.append) as model_dir:
         yield from map(Note, notes)
         facts = read_model(model_dir)
-        layout = trainer_layout(facts.canonical, trainer.layout)
+        layout = trainer_layout(facts.canonical, trainer)
+        demand_devices(workers, num_ranks=layout.world_size)
         known_task, tokenizer = load_task(task), hf.load_tokenizer(model_dir)
         with LocalWorkers({"trainer": range(layout.world_size)}, workers) as processes:
             yield from warm_start(
@@ -112,8 +114,9 @@ def sft_steps(
     config: SFTConfig,
     seed: int,
 ) -> Iterator[dict[str, Any]]:
-    """Makes `config.steps` updates and yields the metrics of each. The loss is on the solution and
-    the stop token, as a mean over the tokens of the whole batch.
+    """Makes `config.steps` updates and yields the metrics of each. The loss is on the solution
+    (but for an environment's part of it) and the stop token, as a mean over these tokens of the
+    whole batch.
 
     Raises:
         TaskError: a prompt has no worked solution, or one that does not fit the context with it.
@@ -127,7 +130,11 @@ def sft_steps(
             count=config.batch_size,
         )
         rows = [solution_row(prompt, tokenizer, context_length) for prompt in prompts]
-        metrics = trainer.call("forward_backward", sft_batch(rows), "sft", collect="sum")
+        batch = sft_batch(
+            [(row.prompt_ids, row.answer_ids) for row in rows],
+            loss_masks=[row.loss_mask for row in rows],
+        )
+        metrics = trainer.call("forward_backward", batch, "sft", collect="sum")
         lr = learning_rate(step, config.steps, config.optim)
         update = trainer.call("step", lr, collect="same")
         yield {"step": step + 1, **metrics, **update, "lr": lr}

@@ -20,7 +20,7 @@ from shardloop.controller.evals import reward_fields
 from shardloop.controller.events import Evaluated, Event, Note, Progress, Saved
 from shardloop.controller.export import export_policy
 from shardloop.controller.groups import WorkerGroup
-from shardloop.controller.loop import evaluate, grpo_steps
+from shardloop.controller.loop import evaluate, grpo_steps, take_weights
 from shardloop.controller.manifest import Changes, add_resumption
 from shardloop.controller.report import write_report
 from shardloop.controller.rollouts import Sampler
@@ -40,13 +40,13 @@ class Roles:
 
     trainer: WorkerGroup
     sampler: Sampler
-    """Has the group of engines."""
+    """Has the engines."""
     sync: WorkerGroup
     """On all ranks."""
 
     def update_engine(self) -> None:
-        """The engine takes the trainer's present weights."""
-        self.sync.call("sync", self.trainer.call("version", collect="same"))
+        """The engine wakes and takes the trainer's present weights."""
+        take_weights(self.trainer, self.sampler.engine, self.sync)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,13 +1,6 @@
-"""The Engine protocol, its update gate and the checks of requests.
+"""The Engine protocol and the checks of what engines are asked for.
 
-Called by every engine. Floor 2.
-
-    fresh ──begin_update──▶ updating ──commit_update──▶ ready ──begin_update──▶ updating …
-                                                          │
-                                                     step, generate
-
-Only a ready engine runs. Requests may be submitted and aborted at any time; those in flight survive
-an update, and each token says in version_T which weights made it.
+Called by every engine. Floor 2. What an engine allows when is drawn in `engines.gate`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,12 +8,10 @@ from typing import Protocol
 
 from torch import Tensor
 
+from shardloop.engines.gate import SleepLevel
 from shardloop.errors import UsageError
 from shardloop.layout import Layout
 from shardloop.types import Completion, Request, SampleId
-
-NO_WEIGHTS = -1
-"""Version of an engine that has never had weights."""
 
 
 class Engine(Protocol):
@@ -48,6 +39,14 @@ class Engine(Protocol):
         """End requests now: their tokens so far, finish_reason "aborted", in the order given."""
         ...
 
+    def resume(self, completions: Sequence[Completion]) -> None:
+        """Queue aborted completions to go on: their tokens, log-probs and versions stay.
+
+        Noise goes on at the same positions: with the same weights the end is as if there had been
+        no abort. Sample ids in flight are distinct.
+        """
+        ...
+
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Collective: submit, step to the end, completions in request order.
 
@@ -71,45 +70,38 @@ class Engine(Protocol):
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """The live local weights by engine local name; change them only within an update."""
+        """The live local weights by engine local name; change them only within an update.
+
+        The same storage for the engine's whole life. Asleep at level "weights" it has no memory:
+        `begin_update` and `wake` bring that back, unwritten.
+        """
+        ...
+
+    def sleep(self, level: SleepLevel) -> None:
+        """Free the cache, or the weights too, until `wake`. Asleep already: what is left of that.
+
+        Requests in flight stay and go on after waking.
+        """
+        ...
+
+    def wake(self) -> None:
+        """Ready again; after "weights" only once an update has been committed. Awake: nothing."""
         ...
 
     def layout(self) -> Layout: ...
 
 
-class UpdateGate:
-    """Which version the weights are, and whether anything may run on them."""
-
-    def __init__(self) -> None:
-        self.version = NO_WEIGHTS
-        self._next: int | None = None
-
-    def begin(self, version: int) -> None:
-        if version < 0:
-            raise UsageError(f"begin_update: version={version}; choose 0 or more")
-        self._next = version
-
-    def commit(self) -> None:
-        self.check_updating("commit_update")
-        assert self._next is not None, "check_updating has seen an open update"
-        self.version, self._next = self._next, None
-
-    def check_updating(self, call: str) -> None:
-        if self._next is None:
-            raise UsageError(
-                f"{call} outside an update (version={self.version}); call begin_update first"
-            )
-
-    def check_ready(self, call: str) -> None:
-        if self._next is not None:
-            raise UsageError(
-                f"{call} while the update to version={self._next} is open and half written; "
-                "call commit_update first"
-            )
-        if self.version == NO_WEIGHTS:
-            raise UsageError(
-                f"{call} on an engine without weights; call begin_update, write them, commit_update"
-            )
+def nothing_drawn(request: Request) -> Completion:
+    """What a request is before its first token."""
+    return Completion(
+        request=request,
+        token_ids_T=(),
+        behave_T=(),
+        full_T=(),
+        version_T=(),
+        loss_mask_T=(),
+        finish_reason="aborted",
+    )
 
 
 def copy_pairs(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -161,6 +153,35 @@ def check_requests(
                 f"{sample}: {num_prompt} prompt tokens and max_tokens={num_new} exceed the context "
                 f"of {max_model_len} tokens; shorten the prompt or set max_tokens to at most "
                 f"{max(0, max_model_len - num_prompt)}"
+            )
+
+
+def check_resumable(completions: Sequence[Completion], *, vocab_size: int) -> None:
+    """Refuse a list of completions as a whole if any one of them cannot go on.
+
+    Its request is for `check_requests` to judge.
+
+    Raises:
+        UsageError: naming the sample and why.
+    """
+    for completion in completions:
+        _check_ids(completion.request, "token_ids_T", completion.token_ids_T, vocab_size=vocab_size)
+        sample, num_drawn = completion.request.sample_id, len(completion.token_ids_T)
+        most = completion.request.sampling.max_tokens
+        if completion.finish_reason != "aborted":
+            raise UsageError(
+                f"resume of {sample}, which ended with finish_reason="
+                f"{completion.finish_reason!r}; resume what abort returned"
+            )
+        if num_drawn >= most:
+            raise UsageError(
+                f"resume of {sample}: it has {num_drawn} tokens of max_tokens={most}; resume what "
+                "abort returned"
+            )
+        if 0 in completion.loss_mask_T:
+            raise UsageError(
+                f"resume of {sample}: it holds tokens that no engine drew (loss_mask_T is 0); "
+                "submit a new request whose prompt_ids end with them"
             )
 
 

@@ -3,12 +3,14 @@
 Held by the workers of the engine role. Floor 3.
 
     submit ──▶ queue ──admit──▶ slots ──step: one token each──▶ finished
-                 │                │
-                 └─ abort ────────┴──▶ aborted, with the tokens so far
+                ▲ │               │
+          resume│ └─ abort ───────┴──▶ aborted, with the tokens so far
+                └─────────────────────────┘
 
 A step decodes all slots in use as one batch and fills free slots from the queue. A prompt goes
-through the model once; its samples copy its keys and values. An update drops every key and value:
-sequences in flight go through the new weights as wholes before their next token.
+through the model once; its samples copy its keys and values. An update drops every key and value,
+and a sleep their memory too: sequences in flight go through the model as wholes before their next
+token, as resumed ones do.
 
 An error loses nothing: a request leaves the queue when it has a slot, and a slot's tokens change
 only by a whole step. The next step does what the failed one would have done.
@@ -22,17 +24,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardloop.engines.base import UpdateGate, check_requests, copy_pairs
+from shardloop.engines.base import check_requests, check_resumable, copy_pairs, nothing_drawn
+from shardloop.engines.gate import Gate, SleepLevel
 from shardloop.engines.prefix import PrefixStore
 from shardloop.engines.runner import Runner
-from shardloop.engines.sampling import draw
+from shardloop.engines.sampling import draw, restated
 from shardloop.engines.slots import Slots
-from shardloop.engines.weights import local_pairs
-from shardloop.errors import ModelError, PolicyDiverged, ShardloopError, UsageError
+from shardloop.engines.stops import Decode, StopTexts
+from shardloop.engines.weights import (
+    all_finite,
+    check_finite,
+    free_memory,
+    local_pairs,
+    restore_memory,
+)
+from shardloop.errors import ModelError, PolicyDiverged, UsageError
+from shardloop.invariant import InvariantDecoder, Kernels
 from shardloop.layout import Layout
 from shardloop.model import Decoder, DecoderConfig, TensorParallel
 from shardloop.reshard.bind import check_bound
-from shardloop.types import Completion, Request, SampleId
+from shardloop.types import Completion, FinishReason, Request, SampleId
 
 
 class LocalEngine:
@@ -51,6 +62,8 @@ class LocalEngine:
         dtype: torch.dtype,
         max_slots: int,
         max_model_len: int | None = None,
+        decode: Decode | None = None,
+        kernels: Kernels = "fast",
         device: torch.device | str = "cpu",
     ) -> None:
         """An engine without weights; it refuses to run until the first `commit_update`.
@@ -61,6 +74,9 @@ class LocalEngine:
             comm: this rank's end of the tensor-parallel group.
             max_slots: most sequences decoded at the same time; memory is taken as needed.
             max_model_len: most tokens of prompt and completion; the model's context by default.
+            decode: text of token ids, such as a tokenizer's `decode`; requests with stop texts are
+                refused without.
+            kernels: "invariant" makes log-probs equal to those of a trainer built so, bit for bit.
         Raises:
             ModelError: the model has settings we cannot run.
             PlanError: `layout` and `rank` do not describe the tensors of this model and `comm`.
@@ -76,11 +92,14 @@ class LocalEngine:
                 f"max_model_len={self.max_model_len}; choose 2 to max_position_embeddings={context}"
             )
         self.max_slots = max_slots
-        self._decoder = Decoder(self._config, tp=comm, dtype=dtype, device=device)
+        self._is_invariant = kernels == "invariant"
+        kind = InvariantDecoder if self._is_invariant else Decoder
+        self._decoder = kind(self._config, tp=comm, dtype=dtype, device=device)
         check_bound(layout, rank, self._decoder.tensors(), dtype=dtype)
         self._layout, self._rank = layout, rank
-        self._gate = UpdateGate()
-        self._queue: deque[Request] = deque()
+        self._gate = Gate()
+        self._queue: deque[Completion] = deque()
+        self._texts = StopTexts(decode)
         self._prefixes = PrefixStore()
         self._slots = Slots(
             num_layers=self._config.num_layers,
@@ -93,6 +112,7 @@ class LocalEngine:
         self._stale = False
         self._unclaimed: list[Completion] = []
         self.num_steps = self.num_drawn_tokens = 0
+        self._num_waited_steps = self._num_waited_tokens = 0
 
     @property
     def version(self) -> int:
@@ -107,6 +127,16 @@ class LocalEngine:
     def num_prefilled_tokens(self) -> int:
         return self._runner.num_prefilled_tokens
 
+    @property
+    def occupancy(self) -> float:
+        """Share of the slots that drew a token, over the steps for which requests had to queue.
+
+        1 where there was none.
+        """
+        if not self._num_waited_steps:
+            return 1.0
+        return self._num_waited_tokens / (self.max_slots * self._num_waited_steps)
+
     def layout(self) -> Layout:
         return self._layout
 
@@ -115,9 +145,25 @@ class LocalEngine:
 
     def begin_update(self, version: int) -> None:
         self._gate.begin(version)
+        restore_memory(self._layout, self._rank, self.tensors())
         self._prefixes.clear()
         self._slots.drop_cache()
         self._stale = len(self._slots) > 0
+
+    def sleep(self, level: SleepLevel) -> None:
+        self._gate.sleep(level)
+        self._prefixes.clear()
+        self._slots.free_cache()
+        if level == "weights":
+            free_memory(self.tensors())
+
+    def wake(self) -> None:
+        if self._gate.asleep is None:
+            return
+        restore_memory(self._layout, self._rank, self.tensors())
+        self._slots.restore_cache()
+        self._stale = len(self._slots) > 0
+        self._gate.wake()
 
     def write(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         self._gate.check_updating("write")
@@ -132,9 +178,8 @@ class LocalEngine:
                 leaves of fresh weights, which are NaN, if it does not write all of them.
         """
         self._gate.check_updating("commit_update")
-        self._check_finite(
-            PolicyDiverged, "the policy has diverged (lower the learning rate), or was not written"
-        )
+        why = "the policy has diverged (lower the learning rate), or was not written"
+        check_finite(self.tensors(), PolicyDiverged, why)
         self._gate.commit()
 
     def load_from_state_dict(self, state_dict: Mapping[str, Tensor], *, version: int = 0) -> None:
@@ -146,22 +191,27 @@ class LocalEngine:
         """
         self.begin_update(version)
         self.write(local_pairs(self._layout, self._rank, self.tensors(), state_dict))
-        self._check_finite(ModelError, "the state dict is damaged, or too large for this dtype")
+        why = "the state dict is damaged, or too large for this dtype"
+        check_finite(self.tensors(), ModelError, why)
         self._gate.commit()
 
-    def _check_finite(self, kind: type[ShardloopError], why: str) -> None:
-        broken = [name for name, tensor in self.tensors().items() if not _all_finite(tensor)]
-        if broken:
-            more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
-            raise kind(f"weights that are not finite: {', '.join(broken[:3])}{more}; {why}")
-
     def submit(self, requests: Sequence[Request]) -> None:
+        self._enqueue([nothing_drawn(request) for request in requests])
+
+    def resume(self, completions: Sequence[Completion]) -> None:
+        check_resumable(completions, vocab_size=self._config.vocab_size)
+        self._enqueue(completions)
+
+    def _enqueue(self, started: Sequence[Completion]) -> None:
+        requests = [completion.request for completion in started]
+        queued = (completion.request for completion in self._queue)
         check_requests(
             requests,
-            in_flight=(request.sample_id for request in (*self._queue, *self._slots.requests)),
+            in_flight=(request.sample_id for request in (*queued, *self._slots.requests)),
             vocab_size=self._config.vocab_size,
             max_model_len=self.max_model_len,
         )
+        self._texts.check(requests)
         if requests:
             num_wanted = self.num_in_flight + len(requests)
             self._slots.reserve(
@@ -170,14 +220,20 @@ class LocalEngine:
             )
         for request in requests:
             self._prefixes.acquire(request.prompt_ids)
-        self._queue.extend(requests)
+        self._queue.extend(started)
 
     def step(self) -> list[Completion]:
         self._gate.check_ready("step")
         ended: list[Completion] = []
         if self.num_in_flight:
-            self._draw(self._next_logits())
-            ended = self._release(self._slots.finished())
+            had_to_queue = len(self._queue) > 0
+            logits_nV = self._next_logits()
+            num_tokens = len(self._slots)
+            ended = self._draw(logits_nV)
+            self.num_steps += 1
+            self.num_drawn_tokens += num_tokens
+            self._num_waited_steps += had_to_queue
+            self._num_waited_tokens += num_tokens * had_to_queue
         ended, self._unclaimed = self._unclaimed + ended, []
         return ended
 
@@ -205,25 +261,24 @@ class LocalEngine:
     def abort(self, sample_ids: Iterable[SampleId]) -> list[Completion]:
         ids = list(dict.fromkeys(sample_ids))
         slots = {r.sample_id: slot for slot, r in enumerate(self._slots.requests)}
-        queued = {r.sample_id: r for r in self._queue}
+        queued = {c.request.sample_id: c for c in self._queue}
         unknown = [sample for sample in ids if sample not in slots and sample not in queued]
         if unknown:
             raise UsageError(
                 f"abort of {unknown[0]}: it is not in flight; abort what was submitted"
             )
         running = [sample for sample in ids if sample in slots]
-        ended = self._release([slots[sample] for sample in running], aborted=True)
-        completions = dict(zip(running, ended, strict=True))
+        ended = self._release({slots[sample]: "aborted" for sample in running})
+        completions = queued | dict(zip(running, ended, strict=True))
+        dropped = set(ids)
+        self._queue = deque(c for c in self._queue if c.request.sample_id not in dropped)
         for sample in ids:
             if sample in queued:
-                self._prefixes.release(queued[sample].prompt_ids)
-                completions[sample] = _nothing_drawn(queued[sample])
-        dropped = set(ids)
-        self._queue = deque(r for r in self._queue if r.sample_id not in dropped)
+                self._prefixes.release(queued[sample].request.prompt_ids)
         return [completions[sample] for sample in ids]
 
-    def _release(self, slots: Sequence[int], *, aborted: bool = False) -> list[Completion]:
-        completions = self._slots.release(slots, aborted=aborted) if slots else []
+    def _release(self, ends: Mapping[int, FinishReason]) -> list[Completion]:
+        completions = self._slots.release(ends) if ends else []
         for completion in completions:
             self._prefixes.release(completion.request.prompt_ids)
         return completions
@@ -239,33 +294,18 @@ class LocalEngine:
             logits.append(self._runner.admit(admitted, version=self.version))
             for _ in admitted:
                 self._queue.popleft()
-        return torch.cat(logits)
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
 
-    def _draw(self, logits_nV: Tensor) -> None:
-        if not _all_finite(logits_nV):
+    def _draw(self, logits_nV: Tensor) -> list[Completion]:
+        """One more token for every slot in use; the completions that end with it."""
+        if not all_finite(logits_nV):
             raise PolicyDiverged(
                 f"the weights of version={self.version} give logits that are not finite; "
                 "the policy has diverged, or overflows its dtype: lower the learning rate"
             )
         drawn = draw(logits_nV, self._slots.sampling, positions_n=self._slots.num_drawn_n())
+        if self._is_invariant:
+            drawn = restated(drawn, logits_nV, self._slots.sampling)
+        ends = self._slots.ends(drawn, self._texts)
         self._slots.append(drawn, version=self.version)
-        self.num_steps += 1
-        self.num_drawn_tokens += len(self._slots)
-
-
-def _all_finite(tensor: Tensor) -> bool:
-    """True where no element is NaN or infinite. Both survive a sum, which is one quick pass."""
-    total = tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32))
-    return bool(total.isfinite()) or bool(tensor.isfinite().all())
-
-
-def _nothing_drawn(request: Request) -> Completion:
-    return Completion(
-        request=request,
-        token_ids_T=(),
-        behave_T=(),
-        full_T=(),
-        version_T=(),
-        loss_mask_T=(),
-        finish_reason="aborted",
-    )
+        return self._release(ends)

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardloop.engines.prefix import Prefilled, PrefixStore
 from shardloop.engines.slots import SlotAttention, Slots
 from shardloop.model import Decoder, PromptAttention
-from shardloop.types import Request
+from shardloop.types import Completion
 
 PREFILL_TOKENS = 8192
 """Most tokens, padding included, in one run of the model; a longer sequence goes alone."""
@@ -38,24 +38,34 @@ class Runner:
             positions_BT=positions_n[:, None],
             num_positions=num_positions,
             history=SlotAttention(
-                self._slots, positions_n=positions_n, num_positions=num_positions
+                self._slots,
+                positions_n=positions_n,
+                num_positions=num_positions,
+                attention=self._decoder.attention,
             ),
         )
         return self._decoder.logits(hidden_n1D[:, 0])
 
-    def admit(self, requests: Sequence[Request], *, version: int) -> Tensor:
-        """Give requests slots after those in use; logits of the first token of each.
+    def admit(self, started: Sequence[Completion], *, version: int) -> Tensor:
+        """Give completions slots after those in use; logits of the next token of each.
 
-        Only prompts that no entry of `version` holds go through the model, each once. If that
-        fails, no request has a slot.
+        Only prompts that no entry of `version` holds go through the model, each once; what has
+        drawn tokens already goes as a whole. If that fails, none has a slot.
         """
-        prompts = [request.prompt_ids for request in requests]
-        missing = self._prefixes.missing(prompts, version=version)
+        fresh = [c.request.prompt_ids for c in started if not c.token_ids_T]
+        missing = self._prefixes.missing(fresh, version=version)
         for rows, batch in self._prefill(missing):
             self._prefixes.put([missing[row] for row in rows], batch, version=version)
-        sources = [self._prefixes.get(prompt, version=version) for prompt in prompts]
+        resumed = [(*c.request.prompt_ids, *c.token_ids_T) for c in started if c.token_ids_T]
+        whole = iter(self._prefill_all(resumed))
+        sources = [
+            next(whole)
+            if c.token_ids_T
+            else self._prefixes.get(c.request.prompt_ids, version=version)
+            for c in started
+        ]
         logits_nV = self._place(sources, first=len(self._slots))
-        self._slots.admit(requests)
+        self._slots.admit(started)
         return logits_nV
 
     def refill(self) -> Tensor:
@@ -63,12 +73,7 @@ class Runner:
         n = len(self._slots)
         ids, lengths = self._slots.token_ids_SC[:n].tolist(), self._slots.length_S[:n].tolist()
         sequences = [tuple(row[:length]) for row, length in zip(ids, lengths, strict=True)]
-        sources = {
-            row: (batch, place)
-            for rows, batch in self._prefill(sequences)
-            for place, row in enumerate(rows)
-        }
-        return self._place([sources[row] for row in range(n)], first=0)
+        return self._place(self._prefill_all(sequences), first=0)
 
     def _place(self, sources: Sequence[tuple[Prefilled, int]], *, first: int) -> Tensor:
         """Copy prefilled rows into the slots from `first` on; their logits in the same order."""
@@ -84,6 +89,15 @@ class Runner:
             logits_nV[into] = batch.logits_BV[rows]
         return logits_nV
 
+    def _prefill_all(self, sequences: Sequence[tuple[int, ...]]) -> list[tuple[Prefilled, int]]:
+        """The batch of each sequence and its row there."""
+        sources = {
+            row: (batch, place)
+            for rows, batch in self._prefill(sequences)
+            for place, row in enumerate(rows)
+        }
+        return [sources[row] for row in range(len(sequences))]
+
     def _prefill(
         self, sequences: Sequence[tuple[int, ...]]
     ) -> Iterator[tuple[list[int], Prefilled]]:
@@ -92,7 +106,7 @@ class Runner:
             lengths = [len(sequences[row]) for row in rows]
             num_tokens = max(lengths)
             padded = [sequences[row] + (0,) * (num_tokens - len(sequences[row])) for row in rows]
-            attention = PromptAttention()
+            attention = PromptAttention(self._decoder.attention)
             hidden_BTD = self._decoder(
                 torch.tensor(padded, device=self._device),
                 positions_BT=torch.arange(num_tokens, device=self._device).expand(len(rows), -1),

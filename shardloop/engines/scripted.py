@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from shardloop.engines.base import UpdateGate, check_requests, copy_pairs
+from shardloop.engines.base import check_requests, check_resumable, copy_pairs, nothing_drawn
+from shardloop.engines.gate import Gate, SleepLevel
+from shardloop.engines.stops import Decode, StopTexts
 from shardloop.errors import UsageError
 from shardloop.layout import Layout
 from shardloop.types import Completion, FinishReason, Request, SampleId
@@ -18,7 +20,7 @@ Script = Callable[[Request], Sequence[int]]
 
 
 class ScriptedEngine:
-    """Answers with `script(request)`, cut at max_tokens and after the first stop token."""
+    """Answers with `script(request)`, cut at max_tokens and where a stop token or text ends it."""
 
     def __init__(
         self,
@@ -28,6 +30,7 @@ class ScriptedEngine:
         version: int | None = 0,
         vocab_size: int = 2**31,
         max_model_len: int = 2**31,
+        decode: Decode | None = None,
         tensors: Mapping[str, Tensor] | None = None,
         layout: Layout | None = None,
     ) -> None:
@@ -35,15 +38,18 @@ class ScriptedEngine:
 
         Args:
             logprob: log-prob reported for every token, as behave and as full.
+            decode: text of token ids; requests with stop texts are refused without.
         """
         self._script, self._logprob = script, logprob
         self._vocab_size, self._max_model_len = vocab_size, max_model_len
         self._tensors, self._layout = dict(tensors or {}), layout
-        self._gate = UpdateGate()
+        self._gate = Gate()
         if version is not None:
             self._gate.begin(version)
             self._gate.commit()
-        self._answers: dict[SampleId, tuple[Request, tuple[int, ...]]] = {}
+        self._texts = StopTexts(decode)
+        self._answers: dict[SampleId, tuple[Completion, tuple[int, ...]]] = {}
+        """What each began with, and all tokens it will have."""
         self._versions: dict[SampleId, list[int]] = {}
         self._unclaimed: list[Completion] = []
 
@@ -57,16 +63,44 @@ class ScriptedEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. Raises UsageError also where the script answers with nothing."""
+        self._enqueue([nothing_drawn(request) for request in requests])
+
+    def resume(self, completions: Sequence[Completion]) -> None:
+        """As `Engine.resume`: the script's answer goes on after the tokens that are there."""
+        check_resumable(completions, vocab_size=self._vocab_size)
+        self._enqueue(completions)
+
+    def _enqueue(self, started: Sequence[Completion]) -> None:
+        requests = [completion.request for completion in started]
         check_requests(
             requests,
             in_flight=self._answers,
             vocab_size=self._vocab_size,
             max_model_len=self._max_model_len,
         )
-        answers = [_cut(self._script(request), request) for request in requests]
-        for request, answer in zip(requests, answers, strict=True):
-            self._answers[request.sample_id] = (request, answer)
-            self._versions[request.sample_id] = []
+        self._texts.check(requests)
+        answers = [self._answer(completion) for completion in started]
+        for completion, answer in zip(started, answers, strict=True):
+            sample = completion.request.sample_id
+            self._answers[sample] = (completion, answer)
+            self._versions[sample] = list(completion.version_T)
+
+    def _answer(self, started: Completion) -> tuple[int, ...]:
+        request, before = started.request, started.token_ids_T
+        rest = tuple(self._script(request)[len(before) : request.sampling.max_tokens])
+        if not rest:
+            raise UsageError(
+                f"{request.sample_id}: the script answers with no token; give at least one"
+            )
+        tokens = (*before, *rest)
+        ends = (
+            end for end in range(len(before) + 1, len(tokens)) if self._stops(request, tokens[:end])
+        )
+        return tokens[: next(ends, len(tokens))]
+
+    def _stops(self, request: Request, token_ids: tuple[int, ...]) -> bool:
+        is_stop_token = token_ids[-1] in request.sampling.stop_token_ids
+        return is_stop_token or self._texts.completed(request, token_ids)
 
     def step(self) -> list[Completion]:
         self._gate.check_ready("step")
@@ -98,6 +132,12 @@ class ScriptedEngine:
             )
         return [self._end(sample, aborted=True) for sample in ids]
 
+    def sleep(self, level: SleepLevel) -> None:
+        self._gate.sleep(level)
+
+    def wake(self) -> None:
+        self._gate.wake()
+
     def begin_update(self, version: int) -> None:
         self._gate.begin(version)
 
@@ -117,28 +157,19 @@ class ScriptedEngine:
         return self._layout
 
     def _end(self, sample: SampleId, *, aborted: bool) -> Completion:
-        request, answer = self._answers.pop(sample)
-        versions = tuple(self._versions.pop(sample))
+        started, answer = self._answers.pop(sample)
+        request, versions = started.request, tuple(self._versions.pop(sample))
         count = len(versions)
+        new = (self._logprob,) * (count - len(started.token_ids_T))
         cut_short = count == request.sampling.max_tokens
-        stopped = answer[count - 1] in request.sampling.stop_token_ids if count else False
+        stopped = count > 0 and self._stops(request, answer[:count])
         reason: FinishReason = "stop" if stopped or not cut_short else "length"
         return Completion(
             request=request,
             token_ids_T=answer[:count],
-            behave_T=(self._logprob,) * count,
-            full_T=(self._logprob,) * count,
+            behave_T=(*started.behave_T, *new),
+            full_T=(*started.full_T, *new),
             version_T=versions,
             loss_mask_T=(1,) * count,
             finish_reason="aborted" if aborted else reason,
         )
-
-
-def _cut(answer: Sequence[int], request: Request) -> tuple[int, ...]:
-    tokens = tuple(answer[: request.sampling.max_tokens])
-    if not tokens:
-        raise UsageError(
-            f"{request.sample_id}: the script answers with no token; give at least one"
-        )
-    stops = [i for i, token in enumerate(tokens) if token in request.sampling.stop_token_ids]
-    return tokens[: stops[0] + 1] if stops else tokens

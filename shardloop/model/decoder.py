@@ -7,6 +7,7 @@ Shapes: B rows, T tokens, V vocabulary, D width, H query heads and K kv heads of
 E head_dim, L layers, 2 for keys and values.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +18,10 @@ from torch import Tensor, nn
 from shardloop.model.config import DecoderConfig
 from shardloop.model.rope import rope_frequencies, rope_table, rotate
 from shardloop.model.tensor_parallel import TensorParallel
+
+AttentionFn = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(q_BTHE, keys_BKCE, values_BKCE, positions_BT) -> [B, T, H, E]: a query sees the keys of its row
+up to its own position."""
 
 
 class AttentionHistory(Protocol):
@@ -33,14 +38,19 @@ class PromptAttention:
     Rows may be padded at their end: a real token never sees the padding after it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, attention: AttentionFn | None = None) -> None:
+        """`attention` takes the place of torch's own."""
         self._layers: list[Tensor] = []
+        self._attention = attention
 
     def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor) -> Tensor:
         assert layer == len(self._layers), "layers attend in order, once"
         kv_2BKTE = torch.stack((k_BTKE, v_BTKE)).transpose(2, 3).contiguous()
         self._layers.append(kv_2BKTE)
         keys, values = kv_2BKTE
+        if self._attention is not None:
+            positions_T = torch.arange(q_BTHE.shape[1], device=q_BTHE.device)
+            return self._attention(q_BTHE, keys, values, positions_T.expand(len(q_BTHE), -1))
         out_BHTE = F.scaled_dot_product_attention(
             q_BTHE.transpose(1, 2), keys, values, is_causal=True, enable_gqa=True
         )
@@ -181,6 +191,9 @@ class Backbone(nn.Module):
 
 class Decoder(nn.Module):
     """One tensor-parallel rank of a decoder; all ranks of `tp` make the same calls."""
+
+    attention: AttentionFn | None = None
+    """What histories use in place of torch's attention, if anything."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""The collectives that a tensor-parallel decoder makes, as a protocol and for one process.
+"""The collectives that tensor-parallel modules make, as a protocol and for one process.
 
-Passed to the decoder; `parallel.tp` has the real ones. Floor 2.
+Passed to the decoder and to the head; `parallel.tp` has the real ones. Floor 2.
 """
 
 from typing import Protocol
@@ -23,6 +23,10 @@ class TensorParallel(Protocol):
         """Collective: the sum of all ranks' `x`, the same bits everywhere. May overwrite `x`."""
         ...
 
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        """Collective: the largest of all ranks' `x`, by element. May overwrite `x`."""
+        ...
+
     def all_gather_last_dim(self, x: Tensor) -> Tensor:
         """Collective: all ranks' `x`, of one shape, joined along the last dim by rank."""
         ...
@@ -35,6 +39,9 @@ class SingleProcess:
     size = 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_reduce_max(self, x: Tensor) -> Tensor:
         return x
 
     def all_gather_last_dim(self, x: Tensor) -> Tensor:

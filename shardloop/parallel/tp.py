@@ -1,6 +1,6 @@
 """Tensor-parallel collectives over a process group.
 
-Built by the workers that hold engines. Floor 3.
+Built by the workers that hold engines, and by trainers whose head is cut. Floor 3.
 """
 
 import torch
@@ -20,6 +20,12 @@ class ProcessGroupTP:
         """Collective over the group: the sum, written into `x`, the same bits on every rank."""
         x = x.contiguous()
         dist.all_reduce(x, group=self._group)
+        return x
+
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        """Collective over the group: the largest by element, written into `x`."""
+        x = x.contiguous()
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self._group)
         return x
 
     def all_gather_last_dim(self, x: Tensor) -> Tensor:

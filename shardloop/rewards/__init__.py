@@ -1,24 +1,32 @@
 """Functions that judge completions, by name or by import path. Floor 1.
 
-`load_reward` is called by `controller.setup` and `shardloop eval`, `score` by `controller.scoring`.
+`load_reward` is called by `controller.setup` and `shardloop eval`, `score` by `controller.scoring`,
+`finite_number` also by `controller.environments`.
 """
 
 import difflib
-import importlib
 import inspect
 import math
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 from shardloop.errors import RewardError, TaskError, UsageError
 from shardloop.rewards.countdown import countdown_reward
-from shardloop.rewards.exact import exact_reward, line_reward, number_reward
+from shardloop.rewards.env import env_reward
+from shardloop.rewards.exact import exact_reward, final_reward, line_reward, number_reward
 from shardloop.rewards.gym import gym_reward
 from shardloop.rewards.mathematics import math_reward
-from shardloop.types import Prompt, Reward, RewardFn, Task, shorten
+from shardloop.types import Prompt, Reward, RewardFn, Task
+from shardloop.usercode import import_named, shown, told
 
-__all__ = ["MOST", "REWARDS", "SIGNATURE", "check_answer", "load_reward", "score"]
+__all__ = [
+    "MOST",
+    "REWARDS",
+    "SIGNATURE",
+    "check_answer",
+    "finite_number",
+    "load_reward",
+    "score",
+]
 
 MOST = 1e9
 """Rewards beyond it, either way, are taken for a mistake: sums of their squares lose all else."""
@@ -27,10 +35,12 @@ SIGNATURE = "def reward(prompt, text, *, finished) -> float | Reward"
 REWARDS: dict[str, RewardFn] = {
     "exact": exact_reward,
     "line": line_reward,
+    "final": final_reward,
     "number": number_reward,
     "countdown": countdown_reward,
     "math": math_reward,
     "gym": gym_reward,
+    "env": env_reward,
 }
 
 
@@ -51,7 +61,7 @@ def load_reward(name: str, *, task: Task | None = None) -> RewardFn:
                 f" the task's own ({task.default_reward})"
             )
         return REWARDS[name]
-    module_name, colon, attribute = name.partition(":")
+    _, colon, attribute = name.partition(":")
     if not colon:
         near = difflib.get_close_matches(name, REWARDS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -59,29 +69,7 @@ def load_reward(name: str, *, task: Task | None = None) -> RewardFn:
             f"reward={name!r} is unknown; choose {', '.join(REWARDS)},"
             f" or package.module:function{hint}"
         )
-    return _import_reward(name, module_name, attribute)
-
-
-def _import_reward(name: str, module_name: str, attribute: str) -> RewardFn:
-    if not attribute.isidentifier() or not all(p.isidentifier() for p in module_name.split(".")):
-        raise UsageError(
-            f"reward={name!r}: write package.module:function, as in mypack.checks:score"
-        )
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
-    try:
-        module = importlib.import_module(module_name)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # the user's module may raise anything, or call sys.exit
-        raise UsageError(
-            f"reward={name!r}: importing {module_name} failed: {_told(error)}"
-        ) from error
-    if not hasattr(module, attribute):
-        where = getattr(module, "__file__", None) or "a folder without that module"
-        raise UsageError(f"reward={name!r}: {module_name} ({where}) has no {attribute!r}")
-    function: RewardFn = getattr(module, attribute)
+    function: RewardFn = import_named(name, setting="reward")
     if not callable(function):
         raise UsageError(
             f"reward={name!r}: {attribute} is a {type(function).__name__}, not a function"
@@ -132,25 +120,30 @@ def score(reward: RewardFn, prompt: Prompt, text: str, *, finished: bool) -> Rew
     except (RewardError, UsageError, KeyboardInterrupt):
         raise
     except BaseException as error:  # a reward is the user's code and may raise anything
-        raise RewardError(f"the reward raised on {prompt.named}: {_told(error)}") from error
+        raise RewardError(f"the reward raised on {prompt.named}: {told(error)}") from error
     if not isinstance(result, Reward):
-        return Reward(value=_number(result, "the reward", prompt))
+        return Reward(value=finite_number(result, "the reward", prompt))
     if not isinstance(result.parts, Mapping):
         raise RewardError(
-            f"parts of the reward are {_shown(result.parts)} for {prompt.named};"
+            f"parts of the reward are {shown(result.parts)} for {prompt.named};"
             " they must be a dict of numbers"
         )
     return Reward(
-        value=_number(result.value, "the reward", prompt),
+        value=finite_number(result.value, "the reward", prompt),
         parts={
-            str(key): _number(part, f"part {key!r} of the reward", prompt)
+            str(key): finite_number(part, f"part {key!r} of the reward", prompt)
             for key, part in result.parts.items()
         },
         text=str(result.text),
     )
 
 
-def _number(value: object, what: str, prompt: Prompt) -> float:
+def finite_number(value: object, what: str, prompt: Prompt) -> float:
+    """`value` as a reward; `what` names it in a message.
+
+    Raises:
+        RewardError: it is no finite number of at most `MOST`, or it is text.
+    """
     try:
         if isinstance(value, str | bytes):
             raise TypeError
@@ -159,21 +152,7 @@ def _number(value: object, what: str, prompt: Prompt) -> float:
         number = math.nan
     if not abs(number) <= MOST:
         raise RewardError(
-            f"{what} is {_shown(value)} for {prompt.named}; it must be a finite number"
+            f"{what} is {shown(value)} for {prompt.named}; it must be a finite number"
             f" within ±{MOST:.0e}, or a Reward of such numbers"
         )
     return number
-
-
-def _shown(value: object) -> str:
-    try:
-        return shorten(repr(value))
-    except Exception:  # such as the digits of a huge integer
-        return f"a {type(value).__name__}"
-
-
-def _told(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # the user's exception may fail even at this
-        return type(error).__name__

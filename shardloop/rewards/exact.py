@@ -1,4 +1,4 @@
-"""Rewards that compare with a known answer: whole text, first line, last number. Floor 1.
+"""Rewards that compare with a known answer: whole text, a line, the last number. Floor 1.
 
 Named in `rewards.REWARDS`. All are 0 or 1, and text is compared or parsed, never evaluated.
 """
@@ -24,6 +24,13 @@ def line_reward(prompt: Prompt, text: str, *, finished: bool) -> float:
     answer = _text_answer(prompt, "line")
     line, newline, _ = text.partition("\n")
     return float(bool(finished or newline) and line.strip() == answer)
+
+
+def final_reward(prompt: Prompt, text: str, *, finished: bool) -> float:
+    """1 if the answer was ended and its last line equals `prompt.answer`: the final word after any
+    calls of a tool, whose answers end with a newline."""
+    answer = _text_answer(prompt, "final")
+    return float(finished and text.rpartition("\n")[2].strip() == answer)
 
 
 def number_reward(prompt: Prompt, text: str, *, finished: bool) -> float:

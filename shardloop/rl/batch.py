@@ -23,6 +23,7 @@ _DTYPES = {
     "old_N": _VALUES,
     "ref_N": _VALUES,
     "weights_N": _VALUES,
+    "scale_N": _VALUES,
 }
 """What each tensor of a batch may be: half precision would round a log-prob by up to 0.4 %."""
 
@@ -61,6 +62,8 @@ class Batch:
     """Log-prob by the frozen reference policy."""
     weights_N: Tensor | None = None
     """Correction weights (see `shardloop.rl.correction`)."""
+    scale_N: Tensor | None = None
+    """Weight of each token's loss (see `shardloop.rl.aggregation`); None: the mean over tokens."""
     temperature: float = 1.0
     """Every log-prob above is taken at this temperature."""
 
@@ -91,7 +94,7 @@ class Batch:
 
     @property
     def num_loss_tokens(self) -> int:
-        """The denominator of every per-token mean, at any split into ranks and micro-batches."""
+        """Denominator of every metric per token, at any split into ranks and micro-batches."""
         return int(self.loss_mask_N.sum())
 
     @property
@@ -159,17 +162,30 @@ def make_batch(completions: Sequence[Completion], advantages: Tensor) -> Batch:
     )
 
 
-def sft_batch(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
-    """Rows of (prompt ids, answer ids) for supervised training: the loss is on every answer token.
+def sft_batch(
+    rows: Sequence[tuple[Sequence[int], Sequence[int]]],
+    *,
+    loss_masks: Sequence[Sequence[int]] | None = None,
+) -> Batch:
+    """Rows of (prompt ids, answer ids) for supervised training.
 
+    Args:
+        loss_masks: of each row, one entry for each answer id: 1 where the loss is. By default it is
+            on every answer token.
     Raises:
-        UsageError: no rows, or an empty prompt.
+        UsageError: no rows, an empty prompt, or a mask of another length than its answer.
     """
     if not rows:
         raise UsageError("rows is empty; a batch needs at least one (prompt_ids, answer_ids)")
-    token_ids_N, offsets, loss_mask_N = _flatten(
-        rows, [[1] * len(answer_ids) for _, answer_ids in rows]
-    )
+    if loss_masks is None:
+        loss_masks = [[1] * len(answer_ids) for _, answer_ids in rows]
+    for index, ((_, answer_ids), mask) in enumerate(zip(rows, loss_masks, strict=True)):
+        if len(mask) != len(answer_ids):
+            raise UsageError(
+                f"row {index} has {len(answer_ids)} answer ids and a loss mask of {len(mask)}; "
+                "give one entry for each id"
+            )
+    token_ids_N, offsets, loss_mask_N = _flatten(rows, loss_masks)
     return Batch(token_ids_N=token_ids_N, offsets=offsets, loss_mask_N=loss_mask_N)
 
 

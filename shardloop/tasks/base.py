@@ -1,7 +1,7 @@
 """What tasks share: the train/test split, the order of a stream, evaluation prompts. Floor 1.
 
 Called by the tasks beside it, by the loop (streams) and by `controller.setup` and `shardloop eval`
-(evaluation prompts, stop tokens).
+(evaluation prompts, stop tokens, environments).
 
 A stream is counter-based: position `i` of `(split, seed)` is a pure function of those three, so a
 resumed run needs no saved generator. One pass over the questions of a split is a keyed permutation
@@ -14,7 +14,7 @@ from hashlib import blake2b
 from typing import Generic, TypeVar
 
 from shardloop.errors import ModelError, TaskError
-from shardloop.types import Prompt, Split, Task, Tokenizer
+from shardloop.types import Env, Prompt, Split, Task, Tokenizer
 
 TEST_ONE_IN = 10
 FEISTEL_ROUNDS = 4
@@ -64,6 +64,8 @@ class FiniteTask(Generic[Q]):
     test: Sequence[Q]
     to_prompt: Callable[[Q], Prompt]
     stop_text: str | None = None
+    env: Callable[[Prompt], Env | None] | None = None
+    """Makes the environment of one sample; None where answers have a single turn."""
 
     def prompts(self, split: Split, *, seed: int, start: int, count: int) -> Sequence[Prompt]:
         questions = self.test if split == "test" else self.train
@@ -95,12 +97,42 @@ def evaluation_prompts(task: Task, *, count: int, seed: int = 0) -> list[Prompt]
     return list(distinct.values())[:count]
 
 
-def stop_token_ids(task: Task, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokenizer's stop tokens and, where the task ends an answer by a text, that text's token.
+def env_maker(task: Task) -> Callable[[Prompt], Env | None]:
+    """What makes the environment of each sample of a task; always None where it has none.
+
+    Raises:
+        TaskError: the task's `env` cannot be called.
+    """
+    maker: Callable[[Prompt], Env | None] | None = getattr(task, "env", None)
+    if maker is None:
+        return no_env
+    if not callable(maker):
+        raise TaskError(
+            f"task {task.name}: env is a {type(maker).__name__}; it must be a function that takes a"
+            " prompt and returns an environment, or None"
+        )
+    return maker
+
+
+def no_env(prompt: Prompt) -> None:
+    """The maker of a task whose answers have a single turn."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stops:
+    """What ends an answer, as an engine is told."""
+
+    token_ids: tuple[int, ...]
+    texts: tuple[str, ...] = ()
+    """Those that are not one token; an engine needs a tokenizer to find them."""
+
+
+def stops_of(task: Task, tokenizer: Tokenizer) -> Stops:
+    """The tokenizer's stop tokens and, where the task ends an answer by a text, that text: as a
+    token, if it is one.
 
     Raises:
         ModelError: there are none.
-        TaskError: the text is not one token of this tokenizer, so it cannot stop an engine.
     """
     text = task.stop_text
     if text is None:
@@ -109,11 +141,8 @@ def stop_token_ids(task: Task, tokenizer: Tokenizer) -> tuple[int, ...]:
                 f"task {task.name}: nothing would end an answer, since the model has no "
                 "end-of-sequence token; set eos_token_id in config.json or generation_config.json"
             )
-        return tokenizer.stop_token_ids
+        return Stops(token_ids=tokenizer.stop_token_ids)
     ids = tokenizer.encode(text)
     if len(ids) != 1:
-        raise TaskError(
-            f"task {task.name}: it ends answers by {text!r}, which is {len(ids)} tokens of this"
-            " tokenizer; it must be exactly one"
-        )
-    return tuple(dict.fromkeys((*tokenizer.stop_token_ids, ids[0])))
+        return Stops(token_ids=tokenizer.stop_token_ids, texts=(text,))
+    return Stops(token_ids=tuple(dict.fromkeys((*tokenizer.stop_token_ids, ids[0]))))

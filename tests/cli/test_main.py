@@ -47,7 +47,7 @@ def jsonl(path: Path, *records: object) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--preset", "huge"], 2, "no preset 'huge'; choose from smollm2, tiny"),
+        (["--preset", "huge"], 2, "no preset 'huge'; choose from calculator, smollm2, tiny"),
         (["--model", "/no/such/model", "--task", "sort"], 2, "no such folder"),
         (["--model", "/no/such/model"], 2, "add --task"),
         (["--task", "sorting"], 2, "task='sorting' is unknown"),
@@ -56,7 +56,14 @@ def jsonl(path: Path, *records: object) -> Path:
         (["--grpo.samples-per-prompt", "1"], 2, "samples-per-prompt=1"),
         (["--engine.layout", "engine:tp=3"], 2, "tp=3 does not divide"),
         (["--engine.layout", "engine:tp=0"], 2, "tp=0"),
-        (["--trainer.layout", "tp=2"], 2, "trainer.layout='tp=2'"),
+        (["--trainer.layout", "tp=2,fsdp=2"], 2, "trainer.layout='tp=2,fsdp=2'"),
+        (["--trainer.sequence-parallel"], 2, "add tp=2 or more to the layout"),
+        (["--engine.layout", "engine:tp=2,replicas=2"], 2, "cannot be run; choose engine:tp=N"),
+        (["--zero-gap"], 2, "zero-gap needs trainer and engine to compute alike"),
+        (
+            ["--grpo.overlong", "penalty", "--grpo.overlong-buffer", "8"],
+            *(2, "overlong-buffer=8 with sampling.max-tokens=7; choose a buffer from 1 to 7"),
+        ),
         (["--engine.layout", "fsdp=2"], 2, "engine.layout='fsdp=2' cannot be run"),
         (["--trainer.layout", "mesh=2"], 2, "axis"),
         (["--sampling.temperature", "0"], 2, "temperature"),
@@ -84,7 +91,8 @@ def test_check_prints_the_run_in_a_line_a_group_and_runs_nothing(run, tmp_path: 
         "task": "sort, judged by exact; e.g. ",
         "sampling": "at most 7 tokens, temperature 1",
         "SFT": "100 steps of 64 examples; learning rate 0.002, constant",
-        "GRPO": "150 steps of 16 prompts x 16 samples = 256 completions; KL 0.001",
+        "GRPO": "150 steps of 16 prompts x 16 samples = 256 completions",
+        "algorithm": "grpo advantages (std: sample)",
         "optimizer": "learning rate 0.0003, cosine after 5 warm-up steps",
         "held out": "256 prompts, greedy and sampled, before, every 25 steps and after",
         "trainer": "fsdp=2 on ranks [0, 1]",
@@ -94,8 +102,29 @@ def test_check_prints_the_run_in_a_line_a_group_and_runs_nothing(run, tmp_path: 
         "folder": str(tmp_path / "runs" / "tiny-seed0"),
     }.items():
         assert rows[name].startswith(told), text
-    assert len(text.splitlines()) <= 15
+    assert "ppo loss, clipped at 1-0.2 and 1+0.2, token-mean; KL 0.001 (k3, in the loss)" in text
+    assert "correction by token, truncated at 2" in text
+    assert len(text.splitlines()) <= 16
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        ("train", ["--trainer.layout", "fsdp=1", "--workers.colocate"]),
+        ("sft", ["--trainer.layout", "fsdp=2"]),
+        ("eval", ["--model", "tiny", "--task", "sort", "--engine.layout", "engine:replicas=2"]),
+        ("generate", ["--model", "tiny", "--prompt", "12", "--engine.layout", "engine:tp=2"]),
+    ],
+)
+def test_gpus_that_are_not_there_are_refused_by_every_command(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, arguments: list[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    out = ["--out", tmp_path / "out"] if command in ("train", "sft") else []
+    code, text = run(command, *arguments, *out, "--workers.device", "cuda")
+    assert code == 2 and "with 2 ranks, but torch sees 1 GPUs" in text, text
+    assert not (tmp_path / "out" / "tiny-seed0").exists()
 
 
 def test_a_model_folder_must_be_whole_and_fit_its_tokenizer(run, tiny, tmp_path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from shardloop.cli import train as command
 from shardloop.cli.main import main
-from shardloop.cli.view import clock, header, row
+from shardloop.cli.view import Pace, clock, header, row
 from shardloop.config import TrainConfig
 from shardloop.controller.events import Event, Note
 from shardloop.controller.manifest import write_manifest
@@ -153,4 +153,15 @@ def test_a_row_shows_updates_and_the_time_and_stands_under_its_header() -> None:
     cells = line.split()
     assert cells[:8] == ["3", "0.500", "-", "-", "-", "0", "10", "1:02:05"]
     assert head.index("elapsed") + len("elapsed") == line.index("1:02:05") + len("1:02:05")
+    timed = row({**metrics, "to_go_s": 62.5})
+    assert head.index("to go") + len("to go") == timed.index("1:02 ") + len("1:02")
     assert [clock(s) for s in (0.9, 61, 3600)] == ["0:00", "1:01", "1:00:00"]
+
+
+def test_the_time_to_go_counts_what_lies_between_steps_and_only_what_was_seen() -> None:
+    """A resumed run begins at step 5 of 9, after an hour of earlier work."""
+    pace = Pace()
+    seen = [(5, 3604.0, 4.0), (6, 3606.0, 2.0), (7, 3615.0, 1.0)]
+    left = [pace.to_go_s(n, 9, {"elapsed_s": at, "step_s": took}) for n, at, took in seen]
+    assert left == [4 * 4.0, 3 * 6.0 / 2, 2 * 15.0 / 3]
+    assert pace.to_go_s(9, 9, {"elapsed_s": 3700.0, "step_s": 1.0}) == 0.0

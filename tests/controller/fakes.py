@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardloop.config import GRPOConfig
 from shardloop.controller.collect import COLLECTORS, Collect
+from shardloop.controller.engines import Engines
 from shardloop.errors import TaskError
 from shardloop.rl.batch import Batch
 from shardloop.rl.losses import ppo_clip_loss
@@ -31,6 +32,29 @@ class InProcessGroup:
         members = [getattr(one, method) for one in self.objects]
         values = [m(*args, **kwargs) if callable(m) else m for m in members]
         return COLLECTORS[collect](values)
+
+    def submit(self, method: str, *args: Any, collect: Collect = "all", **kwargs: Any) -> "Done":
+        return Done(self.call(method, *args, collect=collect, **kwargs))
+
+    def split(self, num_parts: int) -> "list[InProcessGroup]":
+        size = len(self.objects) // num_parts
+        starts = range(0, len(self.objects), size)
+        return [InProcessGroup(*self.objects[start : start + size]) for start in starts]
+
+
+@dataclass
+class Done:
+    """An answer that is there already."""
+
+    value: Any
+
+    def result(self) -> Any:
+        return self.value
+
+
+def engines_of(*engines: Any) -> Engines:
+    """Replicas of one rank each, in this process."""
+    return Engines(InProcessGroup(*engines), num_replicas=len(engines))  # type: ignore[arg-type]
 
 
 class RowTrainer:
@@ -62,12 +86,13 @@ class RowTrainer:
             batch.advantages_N[mask],
             clip_low=loss.clip_low,
             clip_high=loss.clip_high,
-            denominator=batch.num_loss_tokens,
         )
-        policy.loss.backward()
+        num_tokens = max(1, batch.num_loss_tokens)
+        objective = policy.loss_n.sum() / num_tokens
+        objective.backward()
         return {
-            "loss": policy.loss.item(),
-            "clip_fraction": float(policy.clip_fraction),
+            "loss": objective.item(),
+            "clip_fraction": int(policy.is_clipped_n.sum()) / num_tokens,
             "entropy": 0.0,
         }
 

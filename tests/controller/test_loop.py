@@ -23,6 +23,7 @@ from tests.controller.fakes import (
     RowSync,
     RowTrainer,
     aborted,
+    engines_of,
     share_of_a,
 )
 
@@ -40,7 +41,7 @@ class World:
         self.sync = RowSync(self.trainer, self.engine)
         self.trainer_group = InProcessGroup(self.trainer)
         self.sampler = Sampler(
-            engine=InProcessGroup(self.engine),  # type: ignore[arg-type]
+            engine=engines_of(self.engine),
             tokenizer=LetterTokenizer(),
             sampling=SAMPLING,
             context_length=context_length,
@@ -182,8 +183,8 @@ def test_metrics_agree_with_the_samples() -> None:
         "sync",
         "rollout",
         "score",
-        "advantage",
         "recompute",
+        "advantage",
         "update",
     ]
     assert sum(step.metrics["seconds"].values()) <= step.metrics["step_s"]

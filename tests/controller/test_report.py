@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from shardloop.builtin import BUILTIN
 from shardloop.config import TrainConfig, to_dict
 from shardloop.controller.curve import draw_curve, moving_mean
 from shardloop.controller.evals import before_and_after, eval_interval, reward_fields
@@ -234,7 +235,7 @@ def test_a_curve_without_kl_and_without_gap_can_be_drawn(tmp_path: Path) -> None
 
 
 def test_presets_are_configs_that_fit_their_model() -> None:
-    assert set(PRESETS) == {"tiny", "smollm2"}
-    for name, preset in PRESETS.items():
+    assert set(PRESETS) == {"tiny", "smollm2", "calculator"}
+    for preset in PRESETS.values():
         assert isinstance(preset, TrainConfig)
-        assert preset.model == name
+        assert preset.model in BUILTIN

@@ -40,6 +40,7 @@ from tests.controller.fakes import (
     RowEngine,
     RowSync,
     RowTrainer,
+    engines_of,
 )
 
 CONFIG = TrainConfig(
@@ -50,7 +51,8 @@ CONFIG = TrainConfig(
     eval=EvalConfig(prompts=4, every=2),
     checkpoint=CheckpointConfig(every=2, keep=5),
 )
-CLOCKS = ("seconds", "step_s", "tokens_per_s", "rollout_tokens_per_s", "elapsed_s")
+CLOCKS = ("seconds", "step_s", "tokens_per_s", "rollout_tokens_per_s", "elapsed_s", "wire_bytes")
+"""What a clock or the wire says: a resumed run may sync once more."""
 
 
 def share_of_a(prompt: Prompt, text: str, *, finished: bool) -> float:
@@ -93,7 +95,7 @@ class AnyText(LetterTokenizer):
 def fake_spawn(workers: object, setup: Setup) -> Roles:
     trainer, engine = SavedTrainer(), EmptyEngine()
     sampler = Sampler(
-        engine=InProcessGroup(engine),  # type: ignore[arg-type]
+        engine=engines_of(engine),
         tokenizer=AnyText(),
         sampling=Sampling(max_tokens=3, stop_token_ids=(STOP,)),
         context_length=16,

@@ -16,10 +16,12 @@ from shardloop.config import (
     TrainConfig,
     TrainerConfig,
 )
+from shardloop.controller.describe import describe
 from shardloop.controller.setup import MOST_PROCESSES, Setup, first_train_prompts, resolve
-from shardloop.errors import LayoutError, ModelError, TaskError, UsageError
+from shardloop.errors import LayoutError, ModelError, RewardError, TaskError, UsageError
 from shardloop.tasks import load_task
 from shardloop.tiny import build_tiny
+from shardloop.types import Prompt
 
 SMALL = TrainConfig(
     steps=2,
@@ -113,3 +115,82 @@ def test_a_run_that_asks_much_has_its_first_prompts_looked_at() -> None:
     assert len(first_train_prompts(sort, replace(SMALL, steps=10**9))) == 10_000
     distinct = {prompt.uid for prompt in first_train_prompts(addition, SMALL)}
     assert len(distinct) == len(addition.train)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "layout", ["engine:tp=2", "engine:replicas=3", "engine:replicas=2,tp=2", "engine:replicas=1"]
+)
+def test_an_engine_may_have_replicas_each_of_them_a_role(tiny: Path, layout: str) -> None:
+    setup = resolve(replace(SMALL, engine=EngineConfig(layout=layout)), tiny)
+    placement, roles = setup.placement, setup.placement.roles()
+    replicas = [ranks for role, ranks in roles.items() if role.startswith("engine/")]
+    assert len(replicas) == (0 if placement.num_replicas == 1 else placement.num_replicas)
+    assert sum(replicas, ()) in ((), placement.engine_ranks) and roles["engine"]
+    assert f"{placement.num_replicas} replicas" in describe(setup, root=tiny) or not replicas
+
+
+@pytest.mark.parametrize("layout", ["fsdp=2", "engine:tp=2,replicas=2"])
+def test_a_layout_that_is_no_engine_of_ours_is_refused(tiny: Path, layout: str) -> None:
+    with pytest.raises(LayoutError, match=r"choose engine:tp=N .* engine:replicas=R,tp=N"):
+        resolve(replace(SMALL, engine=EngineConfig(layout=layout)), tiny)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        (TrainerConfig(layout="fsdp=1", sequence_parallel=True), "add tp=2 or more to the layout"),
+        (TrainerConfig(layout="tp=4"), "tp=4 does not divide num_kv_heads=2; choose tp from 1, 2"),
+    ],
+)
+def test_trainer_settings_that_do_not_go_together_are_refused(
+    tiny: Path, trainer: TrainerConfig, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        resolve(replace(SMALL, trainer=trainer), tiny)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "message"),
+    [
+        ({}, {"layout": "engine:tp=2"}, "engine:tp=2 has tp=2, choose engine:replicas=R,tp=1"),
+        ({"layout": "tp=2"}, {}, "layout tp=2 has tp=2, choose fsdp=N"),
+        (
+            {"dtype": "float64"},
+            {},
+            "trainer.dtype=float64 and engine.dtype=float32, choose float32",
+        ),
+        ({"compute_dtype": "bfloat16"}, {}, "trainer.compute-dtype=bfloat16, leave it out"),
+    ],
+)
+def test_zero_gap_names_what_keeps_both_sides_from_computing_alike(
+    tiny: Path, trainer: dict[str, Any], engine: dict[str, Any], message: str
+) -> None:
+    config = replace(
+        SMALL,
+        zero_gap=True,
+        trainer=replace(SMALL.trainer, **trainer),
+        engine=replace(SMALL.engine, **engine),
+    )
+    with pytest.raises(UsageError, match=f"zero-gap needs .*{message}"):
+        resolve(config, tiny)
+    assert "zero gap to the engine" in describe(
+        resolve(replace(SMALL, zero_gap=True), tiny), root=tiny
+    )
+
+
+def test_stop_texts_and_cuts_of_the_settings_reach_the_engine(tiny: Path) -> None:
+    drawn = SamplingConfig(max_tokens=7, min_p=0.1, stop=("12", "3"))
+    setup = resolve(replace(SMALL, sampling=drawn), tiny)
+    assert (setup.sampling.min_p, setup.sampling.stop) == (0.1, ("12", "3"))
+    assert "min-p 0.1, up to '12' or '3'" in describe(setup, root=tiny)
+
+
+def broken_reward(prompt: Prompt, text: str, *, finished: bool) -> float:
+    raise KeyError("answer")
+
+
+def test_a_broken_reward_of_the_user_is_found_before_the_start(tiny: Path) -> None:
+    name = f"{__name__}:broken_reward"
+    with pytest.raises(RewardError, match=r"tried on an empty completion .*KeyError") as caught:
+        resolve(replace(SMALL, reward=name), tiny)
+    assert isinstance(caught.value.__cause__, KeyError)

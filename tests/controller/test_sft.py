@@ -17,7 +17,9 @@ PROMPT = Prompt(uid="u", text="12", solution="333")
 
 
 def test_an_answer_is_its_solution_and_the_stop_token() -> None:
-    assert solution_row(PROMPT, LetterTokenizer(), 6) == ((2, 3), (4, 4, 4, STOP))
+    row = solution_row(PROMPT, LetterTokenizer(), 6)
+    assert (row.prompt_ids, row.answer_ids) == ((2, 3), (4, 4, 4, STOP))
+    assert row.loss_mask == (1, 1, 1, 1)
 
 
 def test_a_solution_that_does_not_fit_the_context_is_named() -> None:

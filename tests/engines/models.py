@@ -123,6 +123,9 @@ class ThreadComm:
     def all_reduce(self, x: Tensor) -> Tensor:
         return torch.stack(self._exchange(x)).sum(0)
 
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        return torch.stack(self._exchange(x)).amax(0)
+
     def all_gather_last_dim(self, x: Tensor) -> Tensor:
         return torch.cat(self._exchange(x), dim=-1)
 

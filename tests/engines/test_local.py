@@ -1,10 +1,13 @@
 """The engine against transformers' own forward and generate, and against itself."""
 
+import math
+import random
+
 import pytest
 import torch
 
 from shardloop import hf
-from shardloop.engines.base import NO_WEIGHTS
+from shardloop.engines.gate import NO_WEIGHTS
 from shardloop.errors import ModelError, PlanError, PolicyDiverged, UsageError
 from shardloop.types import Completion, Request, SampleId, Sampling
 from tests.engines.models import (
@@ -138,6 +141,81 @@ def test_a_free_slot_is_refilled_at_once():
     engine.generate(requests)
     # One slot is busy for 6 steps; the other serves 1 + 2 + 1 + 1 + 1 in the same 6.
     assert (engine.num_steps, engine.num_drawn_tokens) == (6, sum(lengths))
+
+
+def lengths_of_a_long_tail(num: int) -> list[int]:
+    """Log-normal: median 8, most far shorter than the longest."""
+    rng = random.Random(0)
+    return [max(1, min(50, round(8 * math.exp(rng.gauss(0, 1))))) for _ in range(num)]
+
+
+def test_slots_stay_occupied_while_requests_queue():
+    lengths = lengths_of_a_long_tail(90)
+    requests = [
+        Request(
+            prompt_ids=(1, 2 + index // 8),
+            sampling=Sampling(max_tokens=length),
+            sample_id=SampleId(prompt_uid="p", index=index),
+            seed=0,
+        )
+        for index, length in enumerate(lengths)
+    ]
+    engine, used = make_engine("llama", max_slots=6), []
+    assert engine.occupancy == 1.0, "nothing has had to queue"
+    engine.submit(requests)
+    while engine.num_in_flight:
+        queued, before = len(engine._queue), engine.num_drawn_tokens
+        engine.step()
+        if queued:
+            used.append(engine.num_drawn_tokens - before)
+    assert engine.num_drawn_tokens == sum(lengths)
+    assert engine.occupancy == sum(used) / (6 * len(used)) >= 0.95
+    # Batches of 6 that wait for their longest would have left more than half of it idle.
+    batches = [lengths[start : start + 6] for start in range(0, 90, 6)]
+    assert sum(lengths) / (6 * sum(map(max, batches))) < 0.5
+
+
+def test_a_prompt_that_is_submitted_again_while_in_flight_is_not_computed_again():
+    requests = make_requests(prompts=2, samples=6, max_tokens=7)
+    engine, finished = make_engine("llama", max_slots=4), []
+    for batch in (requests[:3], requests[6:8], requests[3:6], requests[8:]):
+        engine.submit(batch)
+        finished += engine.step()
+    finished += run_out(engine)
+    once = sum(len(prompt) for prompt in {request.prompt_ids for request in requests})
+    assert engine.num_prefilled_tokens == once
+    assert len(finished) == len(requests)
+
+
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_weights_may_change_after_any_steps_under_a_full_queue(every):
+    lengths = lengths_of_a_long_tail(14)
+    requests = [
+        Request(
+            prompt_ids=(4, 5 + index % 3),
+            sampling=Sampling(max_tokens=min(length, 12), temperature=0.8),
+            sample_id=SampleId(prompt_uid="p", index=index),
+            seed=1,
+        )
+        for index, length in enumerate(lengths)
+    ]
+    engine, finished = make_engine("llama", max_slots=4), []
+    engine.submit(requests)
+    while engine.num_in_flight:
+        if engine.num_steps and engine.num_steps % every == 0:
+            version = engine.version + 1
+            engine.load_from_state_dict(weights_of("llama", version % 2), version=version)
+        finished += engine.step()
+    assert sorted(c.request.sample_id.index for c in finished) == list(range(14))
+    models = [transformers_model("llama", seed=seed) for seed in (0, 1)]
+    for completion in finished:
+        versions = completion.version_T
+        assert versions == tuple(sorted(versions))
+        assert len(versions) == completion.request.sampling.max_tokens
+        expected = [logprobs_by_transformers(model, completion) for model in models]
+        wanted = [expected[version % 2][place] for place, version in enumerate(versions)]
+        assert completion.full_T == pytest.approx(wanted, abs=1e-12, rel=0)
+    assert engine.version > 20 // every
 
 
 def test_the_stop_token_is_kept_and_ends_the_sample():

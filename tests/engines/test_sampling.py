@@ -2,11 +2,13 @@
 
 import math
 from dataclasses import replace
+from hashlib import blake2b
 
 import pytest
 import torch
 from torch import Tensor
 
+from shardloop.engines.inverse_cdf import BLOCK, BlockCDF
 from shardloop.engines.sampling import SamplingRows, draw, noise_key, truncate, uniforms
 from shardloop.types import Request, SampleId, Sampling
 
@@ -67,11 +69,25 @@ def test_uniforms_are_uniform_over_samples_and_over_positions():
 
 def test_noise_depends_on_every_part_of_the_identity():
     base = {"prompt_uid": "p", "index": 1, "attempt": 2}
-    changes = [{}, {"prompt_uid": "p1"}, {"index": 2}, {"attempt": 1}, {"index": 2, "attempt": 1}]
+    changes = [
+        {},
+        {"prompt_uid": "p1"},
+        {"turn": 1},
+        {"turn": 2},
+        {"index": 2},
+        {"attempt": 1},
+        {"index": 2, "attempt": 1},
+    ]
     keys = [noise_key(0, SampleId(**(base | change))) for change in changes]
     keys += [noise_key(1, SampleId(**base)), noise_key(0, SampleId(prompt_uid="p, 1", index=2))]
     assert len(set(keys)) == len(keys)
     assert keys[0] == noise_key(0, SampleId(**base))
+
+
+def test_the_noise_of_first_turns_is_what_it_was_before_there_were_turns():
+    digest = blake2b(b'[7, "p", 1, 2]', digest_size=8).digest()
+    expected = int.from_bytes(digest, "little", signed=True)
+    assert noise_key(7, SampleId(prompt_uid="p", index=1, attempt=2)) == expected
 
 
 def test_a_row_is_drawn_alike_in_any_batch(seed):
@@ -84,6 +100,7 @@ def test_a_row_is_drawn_alike_in_any_batch(seed):
         temperature_n=rows.temperature_n[order],
         top_p_n=rows.top_p_n[order],
         top_k_n=rows.top_k_n[order],
+        min_p_n=rows.min_p_n[order],
     )
     part = draw(logits[order], some, positions_n=positions[order])
     assert torch.equal(part.token_ids_n, whole.token_ids_n[order])
@@ -99,7 +116,9 @@ def test_log_probs_are_at_the_sampling_temperature():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("limit", [{"top_p": 0.8}, {"top_k": 2}, {"top_p": 0.99, "top_k": 2}])
+@pytest.mark.parametrize(
+    "limit", [{"top_p": 0.8}, {"top_k": 2}, {"top_p": 0.99, "top_k": 2}, {"min_p": 0.5}]
+)
 def test_behave_is_renormalised_over_the_kept_tokens(dtype, limit):
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=dtype).log()
     drawn = draw_many(logits, 200, **limit)
@@ -109,7 +128,9 @@ def test_behave_is_renormalised_over_the_kept_tokens(dtype, limit):
     torch.testing.assert_close(gap, torch.full_like(gap, -math.log(0.8)), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("limit", [{}, {"top_k": 4}, {"top_p": 0.7}, {"temperature": 1.7}])
+@pytest.mark.parametrize(
+    "limit", [{}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.3}, {"temperature": 1.7}]
+)
 def test_frequencies_match_the_reported_log_probs(limit):
     logits = torch.tensor([0.3, -1.0, 1.2, 0.0, 0.9, -0.4], dtype=torch.float64)
     n = 20_000
@@ -122,7 +143,7 @@ def test_frequencies_match_the_reported_log_probs(limit):
     assert total == pytest.approx(1.0, abs=1e-9), "the tokens drawn are all that can be drawn"
 
 
-def slow_truncate(probs: list[float], top_p: float, top_k: int) -> list[float]:
+def slow_truncate(probs: list[float], top_p: float, top_k: int, min_p: float) -> list[float]:
     order = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
     order = order[:top_k] if top_k else order
     kept, share, whole = [], 0.0, sum(probs[token] for token in order)
@@ -131,7 +152,8 @@ def slow_truncate(probs: list[float], top_p: float, top_k: int) -> list[float]:
         share += probs[token] / whole
         if top_p < 1 and share >= top_p - 1e-6:
             break
-    return [p if token in kept else 0.0 for token, p in enumerate(probs)]
+    least = min_p * max(probs)
+    return [p if token in kept and p >= least else 0.0 for token, p in enumerate(probs)]
 
 
 def test_truncation_equals_the_slow_reference_with_mixed_rows(seed):
@@ -140,11 +162,57 @@ def test_truncation_equals_the_slow_reference_with_mixed_rows(seed):
     probs /= probs.sum(-1, keepdim=True)
     top_p = torch.tensor([1.0, 0.5, 0.9, 1e-9]).repeat(15).double()
     top_k = torch.tensor([0, 1, 3, 20, 0]).repeat(12)
+    min_p = (
+        torch.tensor([0.0, 0.3, 0.999]).repeat(20).double()[torch.randperm(60, generator=generator)]
+    )
     expected = [
-        slow_truncate(row.tolist(), p, k)
-        for row, p, k in zip(probs, top_p.tolist(), top_k.tolist(), strict=True)
+        slow_truncate(row.tolist(), *limits)
+        for row, *limits in zip(probs, top_p.tolist(), top_k.tolist(), min_p.tolist(), strict=True)
     ]
-    assert truncate(probs, top_p_n=top_p, top_k_n=top_k).tolist() == expected
+    assert truncate(probs, top_p_n=top_p, top_k_n=top_k, min_p_n=min_p).tolist() == expected
+
+
+def test_min_p_is_a_share_of_the_likeliest_and_behave_is_renormalised(seed):
+    logits = 2.0 * torch.rand(200, generator=torch.Generator().manual_seed(seed)).double()
+    probs = (logits / 0.7).softmax(-1)
+    drawn = draw_many(logits, 4000, temperature=0.7, min_p=0.4)
+    kept = probs >= 0.4 * probs.max()
+    assert 1 < kept.sum() < 100, "a share of the sum would keep none of 200 tokens"
+    assert set(drawn.token_ids_n.tolist()) == set(kept.nonzero()[:, 0].tolist())
+    tokens = drawn.token_ids_n
+    torch.testing.assert_close(drawn.full_n, probs.log()[tokens], rtol=0, atol=1e-12)
+    renormalised = (probs / probs[kept].sum()).log()[tokens]
+    torch.testing.assert_close(drawn.behave_n, renormalised, rtol=0, atol=1e-12)
+
+
+def test_rows_that_no_limit_cuts_are_not_copied():
+    weights, off = torch.rand(3, 9), torch.zeros(3, dtype=torch.int64)
+    ones, zeros = torch.ones(3).double(), torch.zeros(3).double()
+    assert truncate(weights, top_p_n=ones, top_k_n=off, min_p_n=zeros) is weights
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, BLOCK, BLOCK + 1, 5 * BLOCK, 1000])
+def test_the_inverse_by_blocks_is_the_inverse_over_all_tokens(num_tokens, seed):
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randint(0, 4, (300, num_tokens), generator=generator).double()
+    weights[:, num_tokens // 2] += 1.0
+    u = torch.rand(300, generator=generator).double()
+    cdf = BlockCDF.of(weights)
+    for row, share, token, mass in zip(weights, u, cdf.inverse(u), cdf.mass_n, strict=True):
+        # Small whole numbers add up without rounding, so the two agree exactly.
+        total = row.sum()
+        assert mass == total
+        assert token == int((row.cumsum(0) <= share * total).sum())
+
+
+@pytest.mark.parametrize("u", [2.0**-53, 1.0 - 2.0**-53])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_token_of_weight_0_is_drawn_at_the_ends(u, dtype):
+    weights = torch.zeros(2, 3 * BLOCK, dtype=dtype)
+    weights[0, BLOCK + 3 : BLOCK + 90] = 0.1
+    weights[1, [0, -1]] = 1e-30
+    drawn = BlockCDF.of(weights).inverse(torch.full((2,), u, dtype=torch.float64))
+    assert drawn.tolist() == ([BLOCK + 3, 0] if u < 0.5 else [BLOCK + 89, 3 * BLOCK - 1])
 
 
 def test_greedy_takes_the_likeliest_at_temperature_one():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardloop.engines.base import NO_WEIGHTS
+from shardloop.engines.gate import NO_WEIGHTS
 from shardloop.engines.scripted import ScriptedEngine
 from shardloop.errors import UsageError
 from shardloop.types import Request, SampleId, Sampling
@@ -66,3 +66,52 @@ def test_aborted_requests_return_their_tokens_and_others_go_on():
     ours = engine.generate([request(2, max_tokens=5)])
     assert [c.token_ids_T for c in ours] == [(3, 4, 5, 6, 7)]
     assert [c.token_ids_T for c in engine.step()] == [(2, 3, 4, 5)]
+
+
+def test_resumed_requests_keep_their_tokens_and_the_script_goes_on():
+    engine = ScriptedEngine(count_up, logprob=-0.5)
+    engine.submit([request(0), request(1)])
+    engine.step()
+    gone = engine.abort([request(0).sample_id, request(1).sample_id])
+    other = ScriptedEngine(count_up, logprob=-2.0, version=3)
+    other.resume(gone)
+    finished = [completion for _ in range(3) for completion in other.step()]
+    assert [c.token_ids_T for c in finished] == [(1, 2, 3, 4), (2, 3, 4, 5)]
+    assert {c.version_T for c in finished} == {(0, 3, 3, 3)}
+    assert {c.behave_T for c in finished} == {(-0.5, -2.0, -2.0, -2.0)}
+    with pytest.raises(UsageError, match="resume what abort returned"):
+        other.resume(finished)
+
+
+def test_sleep_is_that_of_a_real_engine():
+    engine = ScriptedEngine(count_up)
+    engine.submit([request(0)])
+    engine.step()
+    engine.sleep("cache")
+    with pytest.raises(UsageError, match="while asleep"):
+        engine.step()
+    engine.wake()
+    engine.step()
+    engine.sleep("weights")
+    engine.wake()
+    with pytest.raises(UsageError, match="gave up the weights of version=0"):
+        engine.step()
+    engine.begin_update(1)
+    engine.commit_update()
+    assert [c.version_T for _ in range(2) for c in engine.step()] == [(0, 0, 1, 1)]
+
+
+def test_stop_texts_end_an_answer_where_there_is_a_decoder():
+    def decode(ids) -> str:
+        return "".join(map(str, ids))
+
+    asking = Request(
+        prompt_ids=(1,),
+        sampling=Sampling(max_tokens=6, stop=("34",)),
+        sample_id=request(0).sample_id,
+        seed=0,
+    )
+    (ours,) = ScriptedEngine(count_up, decode=decode).generate([asking])
+    assert (ours.token_ids_T, ours.finish_reason) == ((1, 2, 3, 4), "stop")
+    with pytest.raises(UsageError, match="cannot decode tokens"):
+        ScriptedEngine(count_up).submit([asking])

@@ -17,7 +17,7 @@ from tests.repo.source import ROOT, floors
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 README = ROOT / "README.md"
-ROOMS = ("shardloop", "judge", "examples", "tests", "docs", "scripts", ".ci")
+ROOMS = ("shardloop", "judge", "examples", "tests", "docs", "scripts", "benchmarks", ".ci")
 
 
 def text_of(path: Path) -> str:

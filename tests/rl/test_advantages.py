@@ -5,10 +5,17 @@ from fractions import Fraction
 
 import pytest
 import torch
+from torch import Tensor
 
-from shardloop.config import Std
+from shardloop.config import AdvantageKind, Std
 from shardloop.errors import UsageError
-from shardloop.rl.advantages import grpo_advantages
+from shardloop.rl.advantages import (
+    group_advantages,
+    grpo_advantages,
+    reinforce_pp_advantages,
+    rloo_advantages,
+    whiten,
+)
 
 
 def slow_advantages(rewards: list[float], ddof: int) -> list[float]:
@@ -139,3 +146,121 @@ def test_an_unknown_std_is_refused() -> None:
 def test_dtype_follows_the_rewards() -> None:
     assert grpo_advantages(torch.tensor([[0, 1]])).dtype == torch.float32
     assert grpo_advantages(torch.tensor([[0.0, 1.0]]).double()).dtype == torch.float64
+
+
+KINDS: list[AdvantageKind] = ["grpo", "rloo", "reinforce++"]
+
+
+def random_groups(seed: int, *, prompts: int = 5, size: int = 4) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    rewards_PG = torch.rand(prompts, size, generator=generator, dtype=torch.float64)
+    return rewards_PG, torch.randint(1, 9, (prompts, size), generator=generator)
+
+
+def test_each_kind_has_its_worked_number() -> None:
+    rewards_PG, ones_PG = torch.tensor([[1.0, 0.0, 0.0, 1.0]]), torch.ones(1, 4, dtype=torch.int64)
+    for kind, size in (("grpo", 0.8660), ("rloo", 0.6667), ("reinforce++", 0.8660)):
+        advantages_PG = group_advantages(kind, rewards_PG, std="sample", num_tokens_PG=ones_PG)  # type: ignore[arg-type]
+        assert advantages_PG.tolist()[0] == pytest.approx([size, -size, -size, size], abs=5e-5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rloo_equals_the_mean_of_the_others(seed: int) -> None:
+    rewards_PG, _ = random_groups(seed)
+    expected = [
+        [reward - (sum(row) - reward) / (len(row) - 1) for reward in row]
+        for row in rewards_PG.tolist()
+    ]
+    expected_PG = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(rloo_advantages(rewards_PG), expected_PG, rtol=1e-12, atol=1e-14)
+
+
+def test_a_lone_better_sample_gets_its_lead_over_the_others_and_not_thousands() -> None:
+    rewards_PG = torch.tensor([[0.35] * 7 + [0.95]])
+    # the std of the other seven, by mean of squares minus square of the mean in float32
+    others = rewards_PG[0, :7]
+    residue = (others.square().mean() - others.mean().square()).abs().sqrt()
+    assert 0.6 / residue > 1000, "this is the trap"
+    assert rloo_advantages(rewards_PG)[0].tolist() == pytest.approx([-0.6 / 7] * 7 + [0.6])
+    for kind in KINDS:
+        advantages_PG = group_advantages(
+            kind, rewards_PG, std="sample", num_tokens_PG=torch.ones(1, 8, dtype=torch.int64)
+        )
+        assert advantages_PG.abs().max() < 2.5
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_reinforce_pp_whitens_the_tokens_of_the_batch_written_out_one_by_one(seed: int) -> None:
+    rewards_PG, num_tokens_PG = random_groups(seed)
+    centred_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
+    tokens = centred_PG.flatten().repeat_interleave(num_tokens_PG.flatten())
+    expected_PG = (centred_PG - tokens.mean()) / (tokens.std() + 1e-6)
+    advantages_PG = reinforce_pp_advantages(rewards_PG, num_tokens_PG=num_tokens_PG)
+    torch.testing.assert_close(advantages_PG, expected_PG)
+    spread = advantages_PG.flatten().repeat_interleave(num_tokens_PG.flatten())
+    assert spread.mean().item() == pytest.approx(0.0, abs=1e-12)
+    assert spread.std().item() == pytest.approx(1.0, abs=1e-4)
+
+
+def test_whitening_is_over_the_batch_and_not_over_a_shard() -> None:
+    ones = torch.ones(4, dtype=torch.int64)
+    whole = whiten(torch.tensor([1.0, 2.0, 5.0, 6.0]), num_tokens=ones)
+    assert whole.tolist() == pytest.approx([-1.0502, -0.6301, 0.6301, 1.0502], abs=5e-5)
+    for shard in ([1.0, 2.0], [5.0, 6.0]):
+        local = whiten(torch.tensor(shard), num_tokens=ones[:2])
+        assert local.tolist() == pytest.approx([-0.7071, 0.7071], abs=5e-5)
+
+
+def test_one_group_of_larger_spread_gets_larger_advantages_from_reinforce_pp() -> None:
+    rewards_PG = torch.tensor([[1.0, 0.0], [0.6, 0.4]])
+    ones_PG = torch.ones(2, 2, dtype=torch.int64)
+    advantages_PG = reinforce_pp_advantages(rewards_PG, num_tokens_PG=ones_PG)
+    assert (advantages_PG[0] / advantages_PG[1]).tolist() == pytest.approx([5.0, 5.0], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", [0.35, 0.7, 1e6 + 0.1])
+def test_a_group_of_equal_rewards_is_exactly_zero_beside_others(
+    kind: AdvantageKind, value: float
+) -> None:
+    rewards_PG = torch.tensor([[value] * 4, [1.0, 0.0, 0.0, 1.0]], dtype=torch.float64)
+    num_tokens_PG = torch.tensor([[1, 2, 3, 4], [9, 1, 1, 1]])
+    advantages_PG = group_advantages(kind, rewards_PG, std="sample", num_tokens_PG=num_tokens_PG)
+    assert advantages_PG[0].tolist() == [0.0] * 4
+    assert (advantages_PG[1] != 0.0).all()
+    flat_PG = torch.stack([rewards_PG[0], rewards_PG[0] * 3])
+    nothing_PG = group_advantages(kind, flat_PG, std="sample", num_tokens_PG=num_tokens_PG)
+    assert nothing_PG.tolist() == [[0.0] * 4] * 2
+
+
+@pytest.mark.parametrize("tokens", [[[0, 0], [0, 0]], [[1, 0], [0, 0]], [[3, 0], [2, 0]]])
+def test_completions_without_tokens_count_for_nothing_and_give_no_nan(
+    tokens: list[list[int]],
+) -> None:
+    rewards_PG = torch.tensor([[1.0, 0.0], [0.0, 5.0]])
+    advantages_PG = reinforce_pp_advantages(rewards_PG, num_tokens_PG=torch.tensor(tokens))
+    assert advantages_PG.isfinite().all()
+
+
+def test_no_reward_that_is_not_finite_and_no_group_of_one_passes_any_kind() -> None:
+    for kind in KINDS:
+        for rewards, message in (
+            ([[0.0], [1.0]], "at least 2 samples"),
+            ([[0.0, 1.0], [torch.nan, 1.0]], "rewards of prompt 1 are"),
+        ):
+            rewards_PG = torch.tensor(rewards)
+            with pytest.raises(UsageError, match=message):
+                group_advantages(
+                    kind,
+                    rewards_PG,
+                    std="sample",
+                    num_tokens_PG=torch.ones_like(rewards_PG, dtype=torch.int64),
+                )
+
+
+def test_counts_of_another_shape_and_unknown_kinds_are_refused() -> None:
+    rewards_PG = torch.tensor([[0.0, 1.0]])
+    with pytest.raises(UsageError, match="one count of 0 or more for each value"):
+        reinforce_pp_advantages(rewards_PG, num_tokens_PG=torch.tensor([1, 2]))
+    with pytest.raises(UsageError, match="choose grpo, rloo or reinforce"):
+        group_advantages("ppo", rewards_PG, std="none", num_tokens_PG=rewards_PG)  # type: ignore[arg-type]

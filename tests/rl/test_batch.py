@@ -45,6 +45,22 @@ def test_rows_hold_prompt_and_completion_as_they_were_sampled() -> None:
     assert (batch.lengths, batch.num_loss_tokens) == ([7, 3], 6)
 
 
+def test_trained_ids_are_the_sampled_ones_where_their_text_has_others() -> None:
+    pieces = {"hello": 3, "he": 1, "llo": 2}
+    sampled = (pieces["he"], pieces["llo"])
+    text = "".join(piece for id_ in sampled for piece in pieces if pieces[piece] == id_)
+    assert pieces[text] == 3, "encoded again, the text is one token"
+    batch = make_batch([completion((7,), sampled)], torch.zeros(1))
+    assert batch.token_ids_N[batch.loss_mask_N].tolist() == [1, 2]
+    assert batch.full_N is not None
+    assert batch.full_N[batch.loss_mask_N].tolist() == [-1.5, -2.5]
+
+
+def test_a_log_prob_that_is_missing_is_not_made_up() -> None:
+    with pytest.raises(ValueError, match=r"lengths differ.*'behave_T': 1"):
+        completion((7,), (5, 6), behave=(-0.5,))
+
+
 def test_values_lie_on_loss_tokens_and_are_zero_elsewhere() -> None:
     rows = [completion((7,), (5, 6, 8), loss_mask=(1, 0, 1)), completion((1,), (2,))]
     batch = make_batch(rows, torch.tensor([0.5, -1.0], dtype=torch.float64))
@@ -109,11 +125,13 @@ def test_advantages_are_float32_or_float64(dtype: torch.dtype) -> None:
         ("loss_mask_N", torch.int64, "torch.bool"),
         ("old_N", torch.bfloat16, "torch.float32 or torch.float64"),
         ("weights_N", torch.int64, "torch.float32 or torch.float64"),
+        ("scale_N", torch.float16, "torch.float32 or torch.float64"),
     ],
 )
 def test_fields_of_another_dtype_are_refused(name: str, dtype: torch.dtype, allowed: str) -> None:
     batch = sft_batch([([1, 2], [3])])
-    batch = dataclasses.replace(batch, old_N=torch.zeros(3), weights_N=torch.zeros(3))
+    zeros_N = torch.zeros(3)
+    batch = dataclasses.replace(batch, old_N=zeros_N, weights_N=zeros_N, scale_N=zeros_N)
     changed = getattr(batch, name).to(dtype)
     with pytest.raises(UsageError, match=f"{name} is {dtype}; use {allowed}$"):
         dataclasses.replace(batch, **{name: changed})

@@ -7,29 +7,41 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardloop.config import CorrectionKind, CorrectionMode
 from shardloop.engines.sampling import Drawn, SamplingRows, draw
 from shardloop.errors import UsageError
 from shardloop.head import token_logprobs
-from shardloop.rl.correction import Correction, Kind, truncated_weights
+from shardloop.rl.correction import Correction, correction_weights
 from shardloop.types import Request, SampleId, Sampling
 
 OFFSETS = torch.tensor([0, 3, 4, 7])
 MASK = torch.tensor([False, True, True, False, False, True, False])
 
 
-def weights_of_row(gap_T: Tensor, *, kind: Kind, cap: float = math.inf) -> Correction:
+def weights_of_row(
+    gap_T: Tensor,
+    *,
+    kind: CorrectionKind,
+    mode: CorrectionMode = "truncate",
+    cap: float = math.inf,
+    floor: float = 0.0,
+) -> Correction:
     num_tokens = len(gap_T)
-    return truncated_weights(
+    return correction_weights(
         gap_T,
         torch.zeros_like(gap_T),
         kind=kind,
+        mode=mode,
         cap=cap,
+        floor=floor,
         mask_N=torch.ones(num_tokens, dtype=torch.bool),
         offsets=torch.tensor([0, num_tokens]),
     )
 
 
-def slow_weights(gap_N: Tensor, kind: Kind, cap: float) -> list[float]:
+def slow_weights(
+    gap_N: Tensor, kind: CorrectionKind, mode: CorrectionMode, cap: float, floor: float
+) -> list[float]:
     weights = [0.0] * len(gap_N)
     for start, stop in pairwise(OFFSETS.tolist()):
         tokens = [token for token in range(start, stop) if MASK[token]]
@@ -41,21 +53,54 @@ def slow_weights(gap_N: Tensor, kind: Kind, cap: float) -> list[float]:
                 "sequence": sum(row),
                 "geometric": sum(row) / len(row),
             }[kind]
-            weights[token] = min(math.exp(log_ratio), cap)
+            weight = math.exp(log_ratio)
+            if mode == "truncate":
+                weights[token] = min(weight, cap)
+            else:
+                weights[token] = weight if floor <= weight <= cap else 0.0
     return weights
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", ["none", "token", "sequence", "geometric"])
-def test_weights_equal_the_slow_formula(seed: int, kind: Kind) -> None:
+@pytest.mark.parametrize(("mode", "floor"), [("truncate", 0.0), ("mask", 0.0), ("mask", 0.6)])
+def test_weights_equal_the_slow_formula(
+    seed: int, kind: CorrectionKind, mode: CorrectionMode, floor: float
+) -> None:
     old_N, engine_N = torch.randn(
         2, 7, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     )
-    correction = truncated_weights(
-        old_N, engine_N, kind=kind, cap=1.5, mask_N=MASK, offsets=OFFSETS
+    correction = correction_weights(
+        old_N,
+        engine_N,
+        kind=kind,
+        mode=mode,
+        cap=1.5,
+        floor=floor,
+        mask_N=MASK,
+        offsets=OFFSETS,
     )
-    expected = torch.tensor(slow_weights(old_N - engine_N, kind, 1.5), dtype=torch.float64)
-    torch.testing.assert_close(correction.weights_N, expected)
+    expected = slow_weights(old_N - engine_N, kind, mode, 1.5, floor)
+    assert correction.weights_N.tolist() == pytest.approx(expected)
+
+
+def test_masking_drops_what_is_out_of_bounds_and_leaves_the_rest_untouched() -> None:
+    gap_T = torch.tensor([0.3, 0.8, 1.0, 5.0], dtype=torch.float64).log()
+    cut = weights_of_row(gap_T, kind="token", cap=2.0)
+    assert cut.weights_N.tolist() == pytest.approx([0.3, 0.8, 1.0, 2.0])
+    assert cut.cut_fraction == 0.25
+    masked = weights_of_row(gap_T, kind="token", mode="mask", cap=2.0, floor=0.5)
+    assert masked.weights_N.tolist() == pytest.approx([0.0, 0.8, 1.0, 0.0])
+    assert masked.cut_fraction == 0.5
+    assert masked.ess == pytest.approx(1.8**2 / (4 * (0.8**2 + 1.0)))
+
+
+def test_a_sequence_is_masked_as_a_whole() -> None:
+    gap_T = torch.tensor([0.6, 0.6, -0.1])
+    row = weights_of_row(gap_T, kind="sequence", mode="mask", cap=2.0, floor=0.5)
+    assert (row.weights_N.tolist(), row.cut_fraction, row.ess) == ([0.0] * 3, 1.0, 0.0)
+    mean = weights_of_row(gap_T, kind="geometric", mode="mask", cap=2.0, floor=0.5)
+    assert mean.weights_N.tolist() == pytest.approx([math.exp(1.1 / 3)] * 3)
 
 
 def test_sequence_is_the_product_and_geometric_the_mean() -> None:
@@ -122,18 +167,19 @@ def test_full_logprobs_give_one_and_renormalised_ones_the_kept_mass() -> None:
 
 
 @pytest.mark.parametrize("kind", ["token", "sequence"])
-def test_weights_never_exceed_the_cap_and_overflow_is_no_exception(kind: Kind) -> None:
+def test_weights_never_exceed_the_cap_and_overflow_is_no_exception(kind: CorrectionKind) -> None:
     correction = weights_of_row(torch.tensor([500.0, 0.0, -500.0, 300.0]), kind=kind, cap=2.0)
     assert correction.weights_N.max().item() == 2.0
-    assert correction.truncated_fraction == (0.5 if kind == "token" else 1.0)
+    assert correction.cut_fraction == (0.5 if kind == "token" else 1.0)
 
 
 def test_masked_values_change_nothing() -> None:
     old_N, engine_N = torch.randn(2, 7, generator=torch.Generator().manual_seed(0))
     poisoned_N = torch.where(MASK, engine_N, torch.nan)
-    arguments = {"kind": "sequence", "cap": 2.0, "mask_N": MASK, "offsets": OFFSETS}
-    clean = truncated_weights(old_N, engine_N, **arguments)  # type: ignore[arg-type]
-    dirty = truncated_weights(old_N, poisoned_N, **arguments)  # type: ignore[arg-type]
+    bounds = {"mode": "truncate", "cap": 2.0, "floor": 0.0}
+    arguments = {"kind": "sequence", **bounds, "mask_N": MASK, "offsets": OFFSETS}
+    clean = correction_weights(old_N, engine_N, **arguments)  # type: ignore[arg-type]
+    dirty = correction_weights(old_N, poisoned_N, **arguments)  # type: ignore[arg-type]
     assert torch.equal(clean.weights_N, dirty.weights_N)
     assert (clean.ess, clean.gap_mean, clean.gap_max) == (dirty.ess, dirty.gap_mean, dirty.gap_max)
 
@@ -153,11 +199,13 @@ def test_gradients_do_not_flow_through_weights() -> None:
 
 
 def test_no_loss_tokens_give_zero_weights_and_finite_numbers() -> None:
-    correction = truncated_weights(
+    correction = correction_weights(
         torch.ones(7),
         torch.zeros(7),
         kind="sequence",
+        mode="truncate",
         cap=2.0,
+        floor=0.0,
         mask_N=torch.zeros(7, dtype=torch.bool),
         offsets=OFFSETS,
     )
@@ -171,5 +219,9 @@ def test_bad_arguments_are_refused() -> None:
         weights_of_row(gap_T, kind="mean")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"cap=0\.5; choose 1 or more"):
         weights_of_row(gap_T, kind="token", cap=0.5)
+    with pytest.raises(UsageError, match="choose truncate or mask"):
+        weights_of_row(gap_T, kind="token", mode="clip")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"floor=0\.5; choose 0 to 1 with mode mask, 0 with"):
+        weights_of_row(gap_T, kind="token", floor=0.5)
     with pytest.raises(UsageError, match="NaN or infinite"):
         weights_of_row(torch.tensor([0.0, torch.nan]), kind="token")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardloop.rl.kl import kl_k1, kl_k2, kl_k3
+from shardloop.rl.kl import KL_ESTIMATORS, kl_k1, kl_k2, kl_k3
 
 LOGITS = (0.5, -0.2, 0.1)
 REF = torch.tensor([0.0, 0.3, -0.4], dtype=torch.float64).log_softmax(0)
@@ -62,6 +62,29 @@ def test_expected_gradient_in_a_loss(
     estimator: Estimator, with_ratio: bool, grad: tuple[float, ...]
 ) -> None:
     assert expected_gradient(estimator, with_ratio=with_ratio) == pytest.approx(grad, abs=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "grad"),
+    [
+        (kl_k1, TRUE_GRAD),
+        (kl_k2, (-0.0178, 0.0297, -0.0119)),
+        (kl_k3, (-0.0246, 0.0411, -0.0165)),
+    ],
+)
+@pytest.mark.parametrize("baseline", [0.0, 0.7])
+def test_expected_gradient_in_a_reward(
+    estimator: Estimator, grad: tuple[float, ...], baseline: float
+) -> None:
+    """The policy gradient of minus the estimator as reward; a baseline does not change it."""
+    logits, new = policy()
+    reward = -estimator(new, REF).detach()
+    loss = (new.detach().exp() * -(reward - baseline) * new).sum()
+    assert torch.autograd.grad(loss, logits)[0].tolist() == pytest.approx(grad, abs=5e-5)
+
+
+def test_names_stand_for_their_estimators() -> None:
+    assert {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3} == KL_ESTIMATORS
 
 
 @pytest.mark.parametrize("estimator", [kl_k1, kl_k2, kl_k3])

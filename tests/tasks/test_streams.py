@@ -9,11 +9,11 @@ import pytest
 
 from shardloop.errors import TaskError
 from shardloop.rewards import load_reward, score
-from shardloop.tasks import evaluation_prompts, load_task, stop_token_ids
+from shardloop.tasks import evaluation_prompts, load_task, stops_of
 from shardloop.tasks.base import FiniteTask, shuffled, split_of
 from shardloop.types import Prompt, Split, Task
 
-BUILT_IN = ("sort", "addition", "countdown")
+BUILT_IN = ("sort", "addition", "countdown", "calculator")
 SPLITS: tuple[Split, Split] = ("train", "test")
 
 
@@ -53,7 +53,7 @@ def test_any_part_of_a_stream_is_the_same_as_in_one_piece(
 def test_a_stream_is_the_same_in_another_process() -> None:
     code = (
         "from shardloop.tasks import load_task;"
-        "print([p.text for n in ('sort', 'addition', 'countdown')"
+        "print([p.text for n in ('sort', 'addition', 'countdown', 'calculator')"
         " for p in load_task(n).prompts('train', seed=3, start=1000, count=5)])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -116,8 +116,9 @@ def test_every_solution_earns_the_full_reward_of_its_task(name: str) -> None:
     for split in SPLITS:
         for prompt in task.prompts(split, seed=2, start=0, count=800):
             assert prompt.solution is not None
-            assert score(reward, prompt, prompt.solution, finished=True).value == 1.0, prompt
-            assert score(reward, prompt, prompt.solution, finished=False).value == 0.0, prompt
+            whole = "".join(prompt.solution)
+            assert score(reward, prompt, whole, finished=True).value == 1.0, prompt
+            assert score(reward, prompt, whole, finished=False).value == 0.0, prompt
 
 
 def test_sort_and_addition_ask_what_they_say() -> None:
@@ -173,8 +174,12 @@ class LetterTokenizer:
 
 
 def test_a_task_that_ends_answers_by_a_newline_stops_the_engine_there() -> None:
-    assert stop_token_ids(load_task("addition"), LetterTokenizer()) == (2, ord("\n"))
-    assert stop_token_ids(load_task("sort"), LetterTokenizer()) == (2,)
+    by_newline = stops_of(load_task("addition"), LetterTokenizer())
+    assert (by_newline.token_ids, by_newline.texts) == ((2, ord("\n")), ())
+    assert stops_of(load_task("sort"), LetterTokenizer()).token_ids == (2,)
+
+
+def test_a_text_of_several_tokens_stops_the_engine_as_a_text() -> None:
     two: Task = FiniteTask(
         name="two",
         default_reward="exact",
@@ -183,5 +188,5 @@ def test_a_task_that_ends_answers_by_a_newline_stops_the_engine_there() -> None:
         to_prompt=lambda text: Prompt(uid=text, text=text),
         stop_text="##",
     )
-    with pytest.raises(TaskError, match="'##', which is 2 tokens"):
-        stop_token_ids(two, LetterTokenizer())
+    stops = stops_of(two, LetterTokenizer())
+    assert (stops.token_ids, stops.texts) == ((2,), ("##",))

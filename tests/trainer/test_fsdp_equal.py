@@ -23,7 +23,7 @@ from tests.models import make_folder
 from tests.trainer.batches import make_random_batch
 
 OPTIM = OptimConfig(lr=0.01, max_grad_norm=0.5, weight_decay=0.1)
-GRPO = GRPOConfig(kl_coef=0.3)
+GRPO = GRPOConfig(kl_coef=0.3, entropy_coef=0.2)
 LOSSES = (GRPO, "sft", GRPO)
 PACKINGS = ((2, 1), (12, 3), (40, 1), (200, 8))
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
@@ -36,8 +36,8 @@ def make_batches(folder: Path, seed: int) -> list[Batch]:
     return [
         dataclasses.replace(
             batch,
-            old_N=full_logprobs(model, batch).detach() + 0.1 * (batch.old_N + 3.0),
-            ref_N=full_logprobs(model, batch).detach() + 0.1 * (batch.ref_N + 3.0),
+            old_N=full_scores(model, batch)[0].detach() + 0.1 * (batch.old_N + 3.0),
+            ref_N=full_scores(model, batch)[0].detach() + 0.1 * (batch.ref_N + 3.0),
         )
         for batch in batches
     ]
@@ -45,13 +45,13 @@ def make_batches(folder: Path, seed: int) -> list[Batch]:
 
 def reference_run(folder: Path, batches: Sequence[Batch]) -> dict[str, Any]:
     """Losses, first gradients, norms and final weights by the plainest means."""
-    model = hf.load_model(folder, dtype=torch.float64)
+    start, model = (hf.load_model(folder, dtype=torch.float64) for _ in range(2))
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
     )
     losses, norms, gradients = [], [], {}
     for batch, kind in zip(batches, LOSSES, strict=True):
-        new_N = full_logprobs(model, batch)
+        new_N, entropy_N = full_scores(model, batch)
         if kind == "sft":
             per_token_N = -new_N
         else:
@@ -60,6 +60,7 @@ def reference_run(folder: Path, batches: Sequence[Batch]) -> dict[str, Any]:
             clipped_N = torch.minimum(ratio_N * gain_N, ratio_N.clamp(0.8, 1.2) * gain_N)
             log_N = batch.ref_N - new_N
             per_token_N = -clipped_N * batch.weights_N + 0.3 * (log_N.exp() - 1 - log_N)
+            per_token_N = per_token_N - 0.2 * entropy_N
         loss = per_token_N[batch.loss_mask_N].sum() / batch.loss_mask_N.sum()
         loss.backward()
         gradients = gradients or {n: p.grad.clone() for n, p in model.named_parameters()}
@@ -67,35 +68,46 @@ def reference_run(folder: Path, batches: Sequence[Batch]) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    weights = {n: p.detach() for n, p in model.named_parameters()}
-    return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights}
+    return {
+        "logprobs_N": full_scores(start, batches[0])[0].detach() * batches[0].loss_mask_N,
+        "losses": losses,
+        "norms": norms,
+        "gradients": gradients,
+        "weights": {n: p.detach() for n, p in model.named_parameters()},
+    }
 
 
-def full_logprobs(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    rows = []
+def full_scores(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob of every token and entropy of its distribution, 0 for the first of a row."""
+    scores, entropies = [], []
     for row in torch.split(batch.token_ids_N, batch.lengths):
         logits_TV = model(row[None], use_cache=False).logits[0] / batch.temperature
-        scores_T = logits_TV.log_softmax(-1)[:-1].gather(1, row[1:, None])[:, 0]
-        rows.append(torch.cat([torch.zeros(1, dtype=scores_T.dtype), scores_T]))
-    return torch.cat(rows)
+        all_TV = logits_TV.log_softmax(-1)[:-1]
+        zero = all_TV.new_zeros(1)
+        scores += [zero, all_TV.gather(1, row[1:, None])[:, 0]]
+        entropies += [zero, -(all_TV.exp() * all_TV).sum(-1)]
+    return torch.cat(scores), torch.cat(entropies)
 
 
 def trainer_runs(
     context: RankContext,
     folder: Path,
-    layout: str,
-    packings: Sequence[tuple[int, int]],
+    configs: Sequence[dict[str, Any]],
     batches: Sequence[Batch],
 ) -> list[dict[str, Any]]:
-    """What `reference_run` returns, by trainers of several packings; losses are one rank's part."""
+    """What `reference_run` returns, by one trainer per config, and the log-probs of the first
+    batch; losses and log-probs are one rank's part."""
     runs = []
-    for row_tokens, rows in packings:
-        config = TrainerConfig(
-            layout=layout, dtype="float64", row_tokens=row_tokens, rows_per_micro_batch=rows
-        )
+    for settings in configs:
         trainer = Trainer(
-            context, model_dir=folder, config=config, optim=OPTIM, reference=False, role="all"
+            context,
+            model_dir=folder,
+            config=TrainerConfig(dtype="float64", **settings),
+            optim=OPTIM,
+            reference=False,
+            role="all",
         )
+        logprobs_N = trainer.logprobs(batches[0])
         losses, norms, gradients = [], [], {}
         for batch, kind in zip(batches, LOSSES, strict=True):
             losses.append(trainer.forward_backward(batch, kind)["loss"])
@@ -107,6 +119,7 @@ def trainer_runs(
         declared = trainer.layout().local_shapes(context.rank)
         runs.append(
             {
+                "logprobs_N": logprobs_N,
                 "losses": losses,
                 "norms": norms,
                 "gradients": gradients if context.rank == 0 else {},
@@ -134,16 +147,26 @@ def test_loss_gradients_and_weights_do_not_depend_on_ranks_or_packing(
     # head_dim 2: over three ranks the q and k norms have an empty shard.
     folder = make_folder(tmp_path, tied=num_ranks != 3, head_dim=2)
     batches = make_batches(folder, seed)
-    expected = reference_run(folder, batches)
-    by_rank = run_ranks(trainer_runs, num_ranks, folder, layout, packings, batches)
+    configs = [
+        {"layout": layout, "row_tokens": row_tokens, "rows_per_micro_batch": rows}
+        for row_tokens, rows in packings
+    ]
+    by_rank = run_ranks(trainer_runs, num_ranks, folder, configs, batches)
+    assert_equal_runs(by_rank, reference_run(folder, batches))
+    if num_ranks == 3:
+        assert (0,) in by_rank[2][0]["shapes"].values()
+
+
+def assert_equal_runs(by_rank: Sequence[list[dict[str, Any]]], expected: dict[str, Any]) -> None:
+    """Every run agrees with the reference, in all it has, and all ranks with each other."""
     for runs in zip(*by_rank, strict=True):
         first = runs[0]
         losses = torch.tensor([run["losses"] for run in runs], dtype=torch.float64).sum(0)
         torch.testing.assert_close(losses.tolist(), expected["losses"], **TOLERANCE)
+        logprobs_N = torch.stack([run["logprobs_N"] for run in runs]).sum(0)
+        torch.testing.assert_close(logprobs_N, expected["logprobs_N"], **TOLERANCE)
         assert all(run["norms"] == first["norms"] for run in runs)
         torch.testing.assert_close(first["norms"], expected["norms"], **TOLERANCE)
         torch.testing.assert_close(first["gradients"], expected["gradients"], **TOLERANCE)
         torch.testing.assert_close(first["weights"], expected["weights"], **TOLERANCE)
         assert all(run["shapes"] == run["declared"] for run in runs)
-    if num_ranks == 3:
-        assert (0,) in by_rank[2][0]["shapes"].values()

@@ -282,7 +282,7 @@ def test_an_exported_policy_is_the_same_in_transformers(facts, out) -> None:
     assert hf.load_tokenizer(out).encode("abc")
 
 
-@pytest.mark.parametrize("spec", ["tp=2", "fsdp=2,tp=2", "engine:tp=2", "fsdp=2,dp=2", "fsdp=0"])
+@pytest.mark.parametrize("spec", ["tp=2,fsdp=2", "engine:tp=2", "fsdp=2,dp=2", "fsdp=0"])
 def test_layouts_that_the_trainer_cannot_do_are_refused(spec) -> None:
     with pytest.raises(LayoutError, match="fsdp"):
         trainer_axes(spec)

@@ -1,0 +1,104 @@
+"""Writes benchmarks/results.md from the JSON of benchmarks.
+
+python -m benchmarks.results rollout.json grpo.json parity.json
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+TARGET = Path(__file__).with_name("results.md")
+
+
+def arms_table(arms: dict[str, Any]) -> Iterator[str]:
+    yield "| arm | tokens/s | CPU s | arm/ours, wall | arm/ours, CPU |"
+    yield "| --- | ---: | ---: | ---: | ---: |"
+    for name, arm in arms.items():
+        ratios = [
+            f"{r['median']:.2f} ({r['low']:.2f}..{r['high']:.2f})"
+            for r in (arm["wall_ratio"], arm["cpu_ratio"])
+        ]
+        yield f"| {name} | {arm['tokens_per_s']:.0f} | {arm['cpu_s']:.2f} | {' | '.join(ratios)} |"
+    yield ""
+
+
+def rollout_lines(results: dict[str, Any]) -> Iterator[str]:
+    load = results["size"]["load"]
+    yield (
+        f"{load['prompts']} prompts of {load['prompt_tokens']} tokens x {load['samples']}, "
+        f"lognormal lengths of median {load['median']}, at most {load['cap']}."
+    )
+    yield ""
+    yield from arms_table(results["arms"])
+    yield f"{results['verdict']}."
+
+
+def grpo_lines(results: dict[str, Any]) -> Iterator[str]:
+    if "train" in results:
+        train = results["train"]
+        yield f"Train step on {train['tokens']} tokens, {train['scored_tokens']} of them scored:"
+        yield ""
+        yield from arms_table(train["arms"])
+        yield f"Products alone would take {train['limit']['share']:.0%} of our CPU seconds."
+        yield ""
+    if "whole" in results:
+        yield "Whole step, by completion token:"
+        yield ""
+        yield from arms_table(results["whole"]["arms"])
+
+
+def parity_lines(results: dict[str, Any]) -> Iterator[str]:
+    size = results["size"]
+    yield (
+        f"{size['seeds']} seeds, {size['steps']} steps of {results['samples_per_step']} samples: "
+        f"{results['verdict']['text']}."
+    )
+
+
+def head_lines(results: dict[str, Any]) -> Iterator[str]:
+    for result in results["results"]:
+        case = ", ".join(f"{name} {value}" for name, value in result["case"].items())
+        yield f"{case}:"
+        yield ""
+        yield "| arm | CPU / full logits | of products | extra MiB |"
+        yield "| --- | ---: | ---: | ---: |"
+        for name, arm in result["arms"].items():
+            cpu = arm["cpu_ratio"]
+            yield (
+                f"| {name} | {cpu['median']:.2f} ({cpu['low']:.2f}..{cpu['high']:.2f}) | "
+                f"{arm['share_of_gemm']:.0%} | {arm['extra_bytes'] / 2**20:,.0f} |"
+            )
+        yield ""
+
+
+SECTIONS = {
+    "head": head_lines,
+    "rollout": rollout_lines,
+    "grpo": grpo_lines,
+    "parity": parity_lines,
+}
+
+
+def write(paths: Sequence[Path], target: Path) -> None:
+    """Raises KeyError for the JSON of a benchmark that has no section here."""
+    lines = ["# Results", "", "Written by `python -m benchmarks.results`; not to be edited.", ""]
+    for path in paths:
+        results = json.loads(path.read_text(encoding="utf-8"))
+        found = ", ".join(f"{name} {value}" for name, value in results["environment"].items())
+        name = results.get("benchmark", "head")
+        lines += [f"## {name}", "", f"On {found}.", "", *SECTIONS[name](results), ""]
+    target.write_text("\n".join(lines).rstrip("\n") + "\n", encoding="utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.results", description=__doc__.split("\n")[0])
+    parser.add_argument("files", nargs="+", type=Path, help="written by --json")
+    parser.add_argument("--to", type=Path, default=TARGET)
+    args = parser.parse_args(argv)
+    write(args.files, args.to)
+
+
+if __name__ == "__main__":
+    main()
