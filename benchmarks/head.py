@@ -244,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all numbers here as well")
     args = parser.parse_args(arguments)
     if not (args.anyway or args.smoke):
-        require_quiet(0.5)
+        require_quiet(1.5)
     cases, rounds = FULL, 5
     if args.quick or args.smoke:
         cases, rounds = (QUICK, 3) if args.quick else (SMOKE, 1)

@@ -67,7 +67,9 @@ class Trainer:
             kernels: "invariant" makes log-probs equal to those of an engine built so, bit for bit.
         Raises:
             ModelError: the folder is no usable model.
-            LayoutError: `config.layout` is none for a trainer, or of another number of ranks.
+            LayoutError: `config.layout` is none for a trainer, of another number of ranks, or has
+                a tp that does not fit the model.
+            UsageError: sequence parallelism without tp; invariant kernels that cannot run here.
         """
         group = context.group(role)
         self.version = 0
@@ -77,7 +79,12 @@ class Trainer:
         self._config = config
         self._model_dir = model_dir
         self._hf_config = hf.load_config(model_dir)
-        self._mesh = make_mesh(config.layout, group=group, device_type=context.device.type)
+        self._mesh = make_mesh(
+            config.layout,
+            group=group,
+            device_type=context.device.type,
+            timeout_s=context.collective_timeout_s,
+        )
         self._share = self._build_share()
         self._kernels: Kernels = kernels
         self._speaks = tp_place(self._mesh)[0] == 0

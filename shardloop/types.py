@@ -176,7 +176,8 @@ class Observation:
     """What an environment answers to a turn of the policy."""
 
     text: str
-    """Follows the policy's text; the policy reads it and is never trained on it."""
+    """Follows the policy's text; the policy reads it and is never trained on it. The name of a
+    special token in it is read letter by letter: a tool cannot end or open a message."""
     reward: float = 0.0
     """Adds up over the episode, and to what the RewardFn gives."""
     done: bool = False
@@ -245,7 +246,13 @@ class Tokenizer(Protocol):
     """Number of ids, special tokens included: every id is in [0, vocab_size)."""
     stop_token_ids: tuple[int, ...]
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text in which the name of a special token is that token."""
+        ...
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of a text that is nothing but text: none of them is a special token's."""
+        ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens."""

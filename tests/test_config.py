@@ -103,10 +103,22 @@ def test_a_value_out_of_range_is_named(kind: type, values: dict[str, Any], messa
     ("kind", "values", "message"),
     [
         (GRPOConfig, {"dual_clip": 3.0, "loss": "gspo"}, "dual-clip=3.0; .* grpo.loss=ppo only"),
-        (GRPOConfig, {"dual_clip": 0.5}, "dual-clip=0.5; choose a finite value of 1 or more"),
+        (GRPOConfig, {"dual_clip": 1.0}, "dual-clip=1.0; choose a finite value above 1"),
         (GRPOConfig, {"aggregation_constant": 9}, "aggregation-constant=9; .* sequence-sum only"),
         (GRPOConfig, {"std": "none", "advantage": "rloo"}, "std=none; .* grpo.advantage=grpo only"),
         (GRPOConfig, {"correction_floor": 0.5}, "correction-floor=0.5; .*-mode=mask only"),
+        (
+            GRPOConfig,
+            {"correction": "none", "correction_mode": "mask"},
+            "correction-mode=mask; .* with a grpo.correction only",
+        ),
+        (
+            GRPOConfig,
+            {"correction": "none", "correction_cap": 3.0},
+            "correction-cap=3.0; .* with a grpo.correction only",
+        ),
+        (GRPOConfig, {"kl_in": "reward"}, "kl-in=reward; .* with a grpo.kl-coef above 0 only"),
+        (GRPOConfig, {"kl_estimator": "k3"}, "kl-estimator=k3; .* with a grpo.kl-coef above 0"),
         (GRPOConfig, {"overlong": "penalty"}, "overlong-buffer=0; give it with .*=penalty"),
         (GRPOConfig, {"overlong_buffer": 4}, "overlong-buffer=4; give it with .*=penalty"),
         (
@@ -125,8 +137,8 @@ def test_a_setting_without_effect_is_refused(
 
 def test_the_kl_term_is_one_that_pulls_towards_the_reference_by_default() -> None:
     assert GRPOConfig().kl_kind == "k3"
-    assert GRPOConfig(kl_in="reward").kl_kind == "k1"
-    assert GRPOConfig(kl_in="reward", kl_estimator="k2").kl_kind == "k2"
+    assert GRPOConfig(kl_coef=0.1, kl_in="reward").kl_kind == "k1"
+    assert GRPOConfig(kl_coef=0.1, kl_in="reward", kl_estimator="k2").kl_kind == "k2"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ class EvalCommand:
 
     options: Annotated[SampleOptions, tyro.conf.arg(name="")]
     task: str
-    """A built-in task, gym:NAME (a reasoning-gym generator), or a JSONL of prompts and answers."""
+    """A built-in task, gym:NAME (a reasoning-gym generator), a JSONL of prompts and answers, or
+    one of yours as package.module:function."""
     reward: str | None = None
     """A named reward, or package.module:function; by default the task's own."""
     prompts: int = 256

@@ -25,7 +25,9 @@ class GenerateOptions(SampleOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateCommand:
-    """Complete prompts with a model folder, by our own engine."""
+    """Complete prompts with a model folder, by our own engine: no task, one turn. A completion is
+    printed after [why it ended, log-prob]: stop (it ended itself) or length (cut off), and the sum
+    of the log-probs of its tokens at temperature 1 (greedy) or at the temperature given."""
 
     options: Annotated[GenerateOptions, tyro.conf.arg(name="")]
     prompt: tuple[str, ...]

@@ -1,11 +1,29 @@
-"""Options that `shardloop eval` and `shardloop generate` share. Floor 5."""
+"""Options that `shardloop eval`, `shardloop generate` and `shardloop sft` share. Floor 5."""
 
 from dataclasses import dataclass, field
 
-from shardloop.config import EngineConfig, WorkersConfig
+import tyro
+
+from shardloop.config import EngineConfig, Sleep, WorkersConfig
 from shardloop.errors import UsageError
 from shardloop.tasks import Stops
 from shardloop.types import Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineAlone(EngineConfig):
+    """How the engine is cut and sized."""
+
+    layout: str = "engine:tp=1"
+    """Layout of the engine's ranks: engine:tp=N, or engine:replicas=R,tp=N."""
+    sleep: tyro.conf.Suppress[Sleep] = "never"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkersAlone(WorkersConfig):
+    """The processes of the ranks."""
+
+    colocate: tyro.conf.Suppress[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +43,11 @@ class SampleOptions:
     min_p: float = 0.0
     """Keep tokens at least this share as likely as the likeliest, in [0, 1); 0 keeps all."""
     stop: tuple[str, ...] = ()
-    """Texts that end a completion, besides the tokenizer's (and the task's) own."""
+    """Texts that end a completion, besides the tokenizer's own and the task's."""
     seed: int = 0
     """Seed of the sampling noise."""
-    engine: EngineConfig = field(default_factory=lambda: EngineConfig(layout="engine:tp=1"))
-    workers: WorkersConfig = field(default_factory=WorkersConfig)
+    engine: EngineAlone = field(default_factory=EngineAlone)
+    workers: WorkersAlone = field(default_factory=WorkersAlone)
 
     def sampling(self, stops: Stops) -> Sampling:
         """

@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
 from shardloop.cli.interrupt import InterruptFlag
+from shardloop.cli.options import WorkersAlone
 from shardloop.cli.view import set_up_logging, show
-from shardloop.config import SFTConfig, TrainerConfig, WorkersConfig
+from shardloop.config import SFTConfig, TrainerConfig
 from shardloop.controller.sft import fine_tune
 
 
@@ -19,17 +21,18 @@ class SFTCommand:
     model: str = "tiny"
     """A built-in model (tiny, smollm2) or a Llama, Qwen2 or Qwen3 folder (Hugging Face format)."""
     task: str = "sort"
-    """A built-in task, or a JSONL whose prompts have a solution."""
+    """A built-in task, gym:NAME, a JSONL, or one of yours as package.module:function; its
+    prompts need a solution."""
     out: Path
     """Folder to write; it must not exist."""
     seed: int = 0
     """Seed of weights and data order."""
     sft: SFTConfig = field(default_factory=lambda: SFTConfig(steps=100))
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    workers: WorkersConfig = field(default_factory=WorkersConfig)
-    quiet: bool = False
+    workers: WorkersAlone = field(default_factory=WorkersAlone)
+    quiet: Annotated[bool, tyro.conf.arg(aliases=["-q"])] = False
     """Print results only."""
-    verbose: bool = False
+    verbose: Annotated[bool, tyro.conf.arg(aliases=["-v"])] = False
     """Print what workers do."""
 
 

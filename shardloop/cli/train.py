@@ -1,9 +1,10 @@
 """`shardloop train`: a GRPO run, a check of its settings, or the rest of a run. Floor 5."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Literal
 
 import tyro
@@ -12,7 +13,7 @@ from shardloop.checkpoint import latest_checkpoint
 from shardloop.cli.interrupt import InterruptFlag
 from shardloop.cli.view import set_up_logging, show
 from shardloop.config import TrainConfig
-from shardloop.controller.report import write_seeds_report
+from shardloop.controller.report import without_picture, write_seeds_report
 from shardloop.controller.run import check, train
 from shardloop.controller.rundir import (
     RunFolder,
@@ -42,7 +43,7 @@ class TrainCommand:
     quiet: Annotated[bool, tyro.conf.arg(aliases=["-q"])] = False
     """Print results only."""
     verbose: Annotated[bool, tyro.conf.arg(aliases=["-v"])] = False
-    """Print what workers do."""
+    """Print what workers do, and the seconds of each phase of a step."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -132,10 +133,11 @@ def run_one(
         show(
             train(config, folder, resume=resume, stop_requested=stop_requested),
             quiet=command.quiet,
+            verbose=command.verbose,
         )
     except KeyboardInterrupt:
         raise Interrupted(ended_at_once(folder)) from None
-    print(folder.report.read_text(encoding="utf-8"))
+    print(without_picture(folder.report.read_text(encoding="utf-8")))
 
 
 def ended_at_once(folder: RunFolder) -> str:
@@ -163,11 +165,20 @@ def starting_config(arguments: Sequence[str]) -> tuple[TrainConfig, str]:
     if preset is None and model is not None and model not in PRESETS:
         if flag_value(arguments, "--task") is None:
             raise UsageError(f"--model {model} needs a task: add --task NAME or FILE.jsonl")
-        return TrainConfig(), Path(model).name or "model"
+        return TrainConfig(), with_task(Path(model).name or "model", arguments)
     name = preset if preset is not None else (model or "tiny")
     if name not in PRESETS:
         raise UsageError(f"no preset {name!r}; choose from {', '.join(sorted(PRESETS))}")
-    return PRESETS[name], name
+    return PRESETS[name], with_task(name, arguments)
+
+
+def with_task(label: str, arguments: Sequence[str]) -> str:
+    """The label, with the task where a flag names one: a file by its name without its folder."""
+    task = flag_value(arguments, "--task")
+    if task is None:
+        return label
+    name = PurePath(task).name.removesuffix(".jsonl")
+    return f"{label}-{re.sub(r'[^A-Za-z0-9._]+', '-', name)}"
 
 
 def flag_value(arguments: Sequence[str], flag: str) -> str | None:

@@ -19,15 +19,15 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-# name, width, how a value looks, key in the metrics of a step (and to_go_s, which is the view's)
+# name, width, how a value looks, key in the metrics of a step (signal and to_go_s are the view's)
 COLUMNS: tuple[tuple[str, int, Callable[[Any], str], str], ...] = (
     ("step", 5, str, "step"),
     ("reward", 7, "{:.3f}".format, "reward"),
+    ("signal", 6, "{:.0%}".format, "signal"),
     ("kl", 8, "{:.4f}".format, "kl"),
     ("gap", 8, "{:.1e}".format, "gap_mean"),
     ("gap max", 8, "{:.1e}".format, "gap_max"),
-    ("update", 6, str, "update"),
-    ("tok/s", 7, "{:.0f}".format, "tokens_per_s"),
+    ("step s", 7, "{:.2f}".format, "step_s"),
     ("elapsed", 8, clock, "elapsed_s"),
     ("to go", 8, clock, "to_go_s"),
 )
@@ -59,11 +59,15 @@ class Pace:
 
 
 class View:
-    """Shows the events of a run. Use as a context manager; `quiet` shows results only."""
+    """Shows the events of a run. Use as a context manager.
 
-    def __init__(self, *, quiet: bool) -> None:
+    `quiet` shows results only; `verbose` adds the seconds of each phase to a step.
+    """
+
+    def __init__(self, *, quiet: bool, verbose: bool = False) -> None:
         self.console = _Console(highlight=False)
         self._quiet = quiet
+        self._verbose = verbose
         self._rows = 0
         self._pace = Pace()
         self._bar = Progress(
@@ -101,9 +105,10 @@ class View:
         self._bar.update(self._stages[stage], completed=step)
         if stage == "train":
             if self._rows % HEADER_EVERY == 0:
-                self._line(header())
+                self._line(header(verbose=self._verbose))
             self._rows += 1
-            self._line(row({**metrics, "to_go_s": self._pace.to_go_s(step, total, metrics)}))
+            told = {**metrics, "to_go_s": self._pace.to_go_s(step, total, metrics)}
+            self._line(row(told, verbose=self._verbose))
         elif step == total or step % max(1, total // 5) == 0:
             self._line(f"{stage} {step}/{total}  loss {metrics['loss']:.3f}")
 
@@ -112,26 +117,32 @@ class View:
             self.console.print(text, markup=False, soft_wrap=True)
 
 
-def show(happening: Generator[events.Event, None, None], *, quiet: bool) -> None:
+def show(
+    happening: Generator[events.Event, None, None], *, quiet: bool, verbose: bool = False
+) -> None:
     """Follows a run to its end; it is closed, and its workers with it, however this ends."""
-    with View(quiet=quiet) as view, closing(happening):
+    with View(quiet=quiet, verbose=verbose) as view, closing(happening):
         for event in happening:
             view.show(event)
 
 
-def header() -> str:
-    names = "".join(f"{name:>{width}} " for name, width, _, _ in COLUMNS)
-    return names + " seconds: " + " ".join(PHASES)
+def header(*, verbose: bool = False) -> str:
+    names = " ".join(f"{name:>{width}}" for name, width, _, _ in COLUMNS)
+    return f"{names}  of it: {' '.join(PHASES)}" if verbose else names
 
 
-def row(metrics: Mapping[str, Any]) -> str:
-    """One step as a line; a metric the run does not have is a dash."""
-    cells = ""
-    for _, width, look, key in COLUMNS:
-        value = metrics.get(key)
-        cells += f"{'-' if value is None else look(value):>{width}} "
-    seconds = metrics["seconds"]
-    return cells + " " + " ".join(f"{seconds.get(phase, 0.0):.2f}" for phase in PHASES)
+def row(metrics: Mapping[str, Any], *, verbose: bool = False) -> str:
+    """One step as a line; a metric the run does not have is a dash.
+
+    `signal` is the share of its groups that can teach: whose rewards differ.
+    """
+    told = {**metrics, "signal": 1.0 - metrics["zero_signal_fraction"]}
+    values = [(width, look, told.get(key)) for _, width, look, key in COLUMNS]
+    cells = [f"{'-' if value is None else look(value):>{width}}" for width, look, value in values]
+    if verbose:
+        seconds = metrics["seconds"]
+        cells += ["", *(f"{seconds.get(phase, 0.0):.2f}" for phase in PHASES)]
+    return " ".join(cells)
 
 
 def evaluation_line(step: int, metrics: Mapping[str, Any]) -> str:

@@ -23,6 +23,7 @@ MOST_PROMPTS = 100_000
 MOST_COMPLETIONS = 1_000_000
 """Of one step."""
 MOST_ROUNDS = 100
+DEFAULT_CAP = 2.0
 MOST_RATE = 100.0
 """AdamW moves a weight by about the learning rate a step, whatever the gradient."""
 
@@ -70,7 +71,8 @@ class GRPOConfig:
     samples_per_prompt: int = 16
     """Completions G of each prompt; at least 2, since the advantage compares them."""
     inner_epochs: int = 1
-    """Updates made on each batch."""
+    """Updates made on each batch. The first finds every ratio at exactly 1: with a single one
+    nothing is ever clipped, and ppo, gspo and cispo have the same gradient."""
     advantage: AdvantageKind = "grpo"
     """grpo: reward minus the group's mean, over its std; rloo: minus the mean of the group's other
     samples; reinforce++: minus the group's mean, then whitened over the tokens of the batch."""
@@ -107,18 +109,23 @@ class GRPOConfig:
     its ratios), or none."""
     correction_mode: CorrectionMode = "truncate"
     """A weight above the cap is cut to it, or what it weighs is masked out."""
-    correction_cap: float = 2.0
+    correction_cap: float = DEFAULT_CAP
     """Upper bound of that weight."""
     correction_floor: float = 0.0
     """mask only: what has a weight below this is masked out too."""
     overlong: Overlong = "keep"
-    """Completions that reached max_tokens: judged like any other, masked out of the loss, or (all
-    that come within overlong_buffer of it) docked up to 1 of their reward."""
+    """keep: completions that were cut off (by max_tokens, or by the end of the context) are judged
+    like any other; mask: they stay out of the loss, though their rewards count in their group's
+    mean; penalty: all that come within overlong_buffer of max_tokens lose up to 1 of their
+    reward."""
     overlong_buffer: int = 0
-    """penalty only: tokens before max_tokens over which the penalty rises from 0 to 1."""
+    """penalty only: tokens before max_tokens over which the penalty rises from 0 to 1. Only tokens
+    that the policy chose count, over all turns together, as for max_tokens."""
     resample_rounds: int = 0
-    """Further rounds of prompts, at most, that replace those whose samples all have one reward
-    (dynamic sampling)."""
+    """Further rounds of prompts, at most, that replace groups which can teach nothing: all samples
+    have one reward, or are masked out (dynamic sampling). Every step has the prompts of all its
+    rounds set aside, drawn or not, so a pass over the task's questions leaves out those not
+    drawn."""
 
     def __post_init__(self) -> None:
         check_kinds("grpo", self)
@@ -154,7 +161,8 @@ class GRPOConfig:
     def _check_choices(self) -> None:
         """Every setting that has an effect only beside another one meets it."""
         if self.dual_clip is not None:
-            at_least("grpo", 1, dual_clip=float(self.dual_clip))
+            above = 1.0 < self.dual_clip < math.inf
+            require("grpo.dual-clip", self.dual_clip, above, "choose a finite value above 1")
             only("grpo.dual-clip", self.dual_clip, self.loss == "ppo", "grpo.loss=ppo")
         if self.aggregation_constant is not None:
             at_least("grpo", 1, aggregation_constant=self.aggregation_constant)
@@ -165,6 +173,17 @@ class GRPOConfig:
         if self.correction_floor > 0.0:
             ok = self.correction_mode == "mask"
             only("grpo.correction-floor", self.correction_floor, ok, "grpo.correction-mode=mask")
+        if self.correction_mode != "truncate":
+            ok = self.correction != "none"
+            only("grpo.correction-mode", self.correction_mode, ok, "a grpo.correction")
+        if self.correction_cap != DEFAULT_CAP:
+            ok = self.correction != "none"
+            only("grpo.correction-cap", self.correction_cap, ok, "a grpo.correction")
+        if self.kl_in != "loss":
+            only("grpo.kl-in", self.kl_in, self.kl_coef > 0.0, "a grpo.kl-coef above 0")
+        if self.kl_estimator is not None:
+            ok = self.kl_coef > 0.0
+            only("grpo.kl-estimator", self.kl_estimator, ok, "a grpo.kl-coef above 0")
         ok = (self.overlong == "penalty") == (self.overlong_buffer > 0)
         wanted = "give it with grpo.overlong=penalty, and only there"
         require("grpo.overlong-buffer", self.overlong_buffer, ok, wanted)
@@ -177,9 +196,13 @@ class OptimConfig:
     lr: float = 3e-4
     """Peak learning rate."""
     beta1: float = 0.9
+    """Decay of the running mean of gradients, in [0, 1)."""
     beta2: float = 0.95
+    """Decay of the running mean of squared gradients, in [0, 1)."""
     eps: float = 1e-8
+    """Added to the root of that mean, which a gradient is divided by."""
     weight_decay: float = 0.0
+    """Share of each weight taken off in a step, times the learning rate; not from the gradient."""
     warmup_steps: int = 5
     """Steps of linear warm-up."""
     schedule: Schedule = "constant"
@@ -201,7 +224,7 @@ class SFTConfig:
     """Supervised warm start on the task's own worked solutions."""
 
     steps: int = 0
-    """Optimizer steps; 0 starts RL from the model as it is."""
+    """Supervised steps; with 0 the model stays as it is."""
     batch_size: int = 64
     """Examples of one step."""
     optim: OptimConfig = field(

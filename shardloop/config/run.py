@@ -52,7 +52,8 @@ class TrainConfig:
     model: str = "tiny"
     """A built-in model (tiny, smollm2) or a Llama, Qwen2 or Qwen3 folder (Hugging Face format)."""
     task: str = "sort"
-    """A built-in task, gym:NAME (a reasoning-gym generator), or a JSONL of prompts and answers."""
+    """A built-in task, gym:NAME (a reasoning-gym generator), a JSONL of prompts and answers, or
+    one of yours as package.module:function."""
     reward: str | None = None
     """A named reward, or one of yours as package.module:function; by default the task's own."""
     steps: int = 100
@@ -62,7 +63,7 @@ class TrainConfig:
     out: Path = Path("runs")
     """Folder under which the run's folder is made."""
     name: str | None = None
-    """Name of the run's folder; by default the preset or model and the seed."""
+    """Name of the run's folder; by default the preset or model, the task if given, and the seed."""
     zero_gap: bool = False
     """Run trainer and engine on the same batch-invariant kernels: their log-probs are equal bit for
     bit. Slower; needs an engine with tp=1 and a trainer without tp."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardloop.config import GRPOConfig, TrainConfig
 from shardloop.controller.groups import WorkerGroup
-from shardloop.controller.rounds import Group
+from shardloop.controller.rounds import Group, is_masked
 from shardloop.rl.advantages import group_advantages
 from shardloop.rl.aggregation import token_scales
 from shardloop.rl.batch import Batch, make_batch
@@ -40,7 +40,7 @@ def make_step_batch(groups: Sequence[Group], config: TrainConfig) -> Batch:
     grpo = config.grpo
     wide = torch.promote_types(getattr(torch, config.trainer.dtype), torch.float32)
     rows = [(place, c) for place, g in enumerate(groups) for c in g.rollout.completions]
-    completions = [_without_loss(c) if _is_masked(c, grpo) else c for _, c in rows]
+    completions = [_without_loss(c) if is_masked(c, grpo) else c for _, c in rows]
     batch = make_batch(completions, torch.zeros(len(rows), dtype=wide))
     scale_N = token_scales(
         grpo.aggregation,
@@ -56,10 +56,6 @@ def _constant(config: TrainConfig) -> int | None:
     if config.grpo.aggregation != "sequence-sum":
         return None
     return config.grpo.aggregation_constant or config.sampling.max_tokens
-
-
-def _is_masked(completion: Completion, grpo: GRPOConfig) -> bool:
-    return grpo.overlong == "mask" and completion.finish_reason == "length"
 
 
 def _without_loss(completion: Completion) -> Completion:
@@ -105,7 +101,8 @@ def add_advantages(batch: Batch, groups: Sequence[Group], grpo: GRPOConfig) -> B
     """Advantages of the groups' rewards, spread over each completion's loss tokens.
 
     With `grpo.kl_in` "reward" each reward first loses kl_coef x the sum of the KL estimate over the
-    completion's loss tokens. A completion without loss tokens still counts in its group's mean.
+    completion's loss tokens. A completion without loss tokens still counts in its group's mean,
+    by its reward alone: as a baseline of the others it may be any number.
     """
     rewards_PG = torch.stack([group.shaped_G for group in groups])
     if _is_kl_in_reward(grpo):
@@ -139,10 +136,11 @@ def _row_sums(values_N: Tensor, offsets: Tensor) -> Tensor:
 
 
 def has_signal(batch: Batch, grpo: GRPOConfig) -> bool:
-    """Whether the loss can have a gradient: an advantage that is not 0, or a term besides."""
-    assert batch.advantages_N is not None
+    """Whether the loss can have a gradient: an advantage that is not 0 and that the correction does
+    not mask out, or a term besides."""
+    assert batch.advantages_N is not None and batch.weights_N is not None
     has_term = grpo.entropy_coef > 0.0 or (grpo.kl_coef > 0.0 and not _is_kl_in_reward(grpo))
-    return has_term or bool(batch.advantages_N.any())
+    return has_term or bool(((batch.advantages_N != 0) & (batch.weights_N != 0)).any())
 
 
 def _is_kl_in_reward(grpo: GRPOConfig) -> bool:

@@ -37,14 +37,16 @@ def draw_curve(
     """Draws reward, KL and the gap between engine and trainer by step, as a PNG."""
     # Loaded here: it takes a third of a second, and no other command needs it.
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 8), dpi=120, layout="constrained")
     top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 1))
-    top.set_title(title)
+    figure.suptitle(title)
     _draw_rewards(top, metrics, evals)
     _draw_kl(middle, metrics)
     _draw_gap(bottom, metrics)
-    bottom.set_xlabel("step (optimizer batches)")
+    bottom.set_xlabel("step")
+    bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (top, middle, bottom):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
@@ -78,7 +80,7 @@ def _draw_rewards(axes: "Axes", metrics: Sequence[Record], evals: Sequence[Recor
             label="held out, greedy; bars 95 %",
         )
     axes.set_ylabel("reward")
-    axes.legend(loc="lower right", frameon=False)
+    _legend_above(axes)
 
 
 def _bar(length: float) -> float:
@@ -103,4 +105,9 @@ def _draw_gap(axes: "Axes", metrics: Sequence[Record]) -> None:
         axes.plot(steps, values, line, color="tab:red", label=label)
     if positive:
         axes.set_yscale("log")
-    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 0.92), frameon=False, ncols=2)
+    _legend_above(axes)
+
+
+def _legend_above(axes: "Axes") -> None:
+    """Outside of the panel, where it hides no point."""
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False, ncols=3)

@@ -3,6 +3,7 @@
 Called by `controller.run`, before anything starts and by `shardloop train --check`.
 """
 
+import textwrap
 from math import prod
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from shardloop.builtin import BUILTIN
 from shardloop.config import GRPOConfig, OptimConfig, TrainConfig
 from shardloop.controller.setup import Setup
 from shardloop.reshard.cost import cost
+from shardloop.tasks import env_maker, no_env
 
 WIDTH = 12
 """Of the first column."""
@@ -36,11 +38,18 @@ def describe(setup: Setup, *, root: Path) -> str:
         f"{_trainer(config)}",
         "engine": f"{plan.dst.spec} on ranks {list(setup.placement.engine_ranks)}, "
         f"{_engine(setup)}",
-        "plan": str(setup.proof),
+        "plan": f"{plan.digest[:12]}, proved: it writes every element of the engine's weights once",
         "each sync": _wire(setup),
         "folder": str(root),
     }
-    return "\n".join(f"{name:<{WIDTH}}{text}" for name, text in lines.items())
+    return "\n".join(_wrapped(f"{name:<{WIDTH}}{text}") for name, text in lines.items())
+
+
+def _wrapped(text: str) -> str:
+    """Lines of at most 100 columns; the further ones begin under the second column."""
+    lines = text.split("\n")
+    wraps = [textwrap.wrap(line, 100, subsequent_indent=" " * WIDTH, **KEEP) for line in lines]
+    return "\n".join(line for wrap in wraps for line in wrap)
 
 
 def _model(setup: Setup) -> str:
@@ -56,7 +65,8 @@ def _task(setup: Setup) -> str:
     text = repr(example.text if example.text is not None else list(example.messages or ()))
     if len(text) > MOST_EXAMPLE:
         text = text[:MOST_EXAMPLE] + "…"
-    return f"{setup.task.name}, judged by {setup.reward_name}; e.g. {text}"
+    turns = ", in turns with an environment" if env_maker(setup.task) is not no_env else ""
+    return f"{setup.task.name}{turns}, judged by {setup.reward_name}; e.g. {text}"
 
 
 def _sampling(setup: Setup) -> str:
@@ -64,8 +74,11 @@ def _sampling(setup: Setup) -> str:
     cuts = f", top-p {drawn.top_p:g}" if drawn.top_p < 1.0 else ""
     cuts += f", top-k {drawn.top_k}" if drawn.top_k else ""
     cuts += f", min-p {drawn.min_p:g}" if drawn.min_p else ""
-    cuts += f", up to {' or '.join(map(repr, drawn.stop))}" if drawn.stop else ""
-    return f"at most {drawn.max_tokens} tokens, temperature {drawn.temperature:g}{cuts}"
+    own = () if setup.task.stop_text is None else (setup.task.stop_text,)
+    stops = dict.fromkeys((*own, *drawn.stop))
+    cuts += f", up to {' or '.join(map(repr, stops))}" if stops else ""
+    of = " over all turns" if env_maker(setup.task) is not no_env else ""
+    return f"at most {drawn.max_tokens} tokens{of}, temperature {drawn.temperature:g}{cuts}"
 
 
 def _sft(config: TrainConfig) -> str:
@@ -99,13 +112,19 @@ def _algorithm(config: TrainConfig) -> str:
     kl = f"KL {grpo.kl_coef:g} ({grpo.kl_kind}, in the {grpo.kl_in})"
     terms = [
         f"{grpo.loss} loss, clipped at 1-{grpo.clip_low:g} and 1+{grpo.clip_high:g}, "
-        f"{grpo.aggregation}",
+        f"{grpo.aggregation}{_divisor(config)}",
         *([f"dual clip {grpo.dual_clip:g}"] if grpo.dual_clip is not None else []),
         kl if grpo.kl_coef else "no KL term",
         *([f"entropy bonus {grpo.entropy_coef:g}"] if grpo.entropy_coef else []),
         _correction(grpo),
     ]
     return f"{grpo.advantage} advantages{std}{overlong}\n{'':{WIDTH}}{'; '.join(terms)}"
+
+
+def _divisor(config: TrainConfig) -> str:
+    if config.grpo.aggregation != "sequence-sum":
+        return ""
+    return f" over {config.grpo.aggregation_constant or config.sampling.max_tokens}"
 
 
 def _correction(grpo: GRPOConfig) -> str:
@@ -131,11 +150,10 @@ def _trainer(config: TrainConfig) -> str:
 
 
 def _engine(setup: Setup) -> str:
-    engine, replicas = setup.config.engine, setup.placement.num_replicas
-    copies = f", {replicas} replicas" if replicas > 1 else ""
+    engine = setup.config.engine
     given_up = {"cache": "its cache", "weights": "its cache and weights"}
     sleep = f", gives up {given_up[engine.sleep]} in updates" if engine.sleep != "never" else ""
-    return f"{engine.dtype}{copies}{sleep}"
+    return f"{engine.dtype}{sleep}"
 
 
 def _optim(optim: OptimConfig) -> str:
@@ -158,8 +176,8 @@ def _wire(setup: Setup) -> str:
     moved = cost(setup.proof.plan, itemsize=itemsize)
     return (
         f"{_size(moved.wire_bytes)} on the wire, least possible {_size(moved.minimum_bytes)}\n"
-        f"{'':{WIDTH}}busiest sender {moved.send_imbalance:.2f} x mean, "
-        f"busiest receiver {moved.receive_imbalance:.2f} x mean"
+        f"{'':{WIDTH}}the busiest rank sends {moved.send_imbalance:.2f} times the mean of the "
+        f"senders, and receives {moved.receive_imbalance:.2f} times that of the receivers"
     )
 
 

@@ -1,14 +1,14 @@
 """Calls of a task's environments, which are the user's code: watched, and checked. Floor 4.
 
-Called by `controller.episodes`. Whatever an environment does wrong ends the run as an error that
-names the prompt and the turn; nothing it does makes the run wait for ever.
+Called by `controller.rollouts` and `controller.trials`. Whatever an environment does wrong ends
+the run as an error that names the prompt and the turn; nothing it does makes the run wait for ever.
 
     driver ──call──▶ one thread ──▶ reset, step        (all environments of a rollout, in order)
        └── waits at most ANSWER_TIMEOUT_S
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, Self
 
@@ -102,22 +102,50 @@ class GuardedEnv:
 
 
 def guarded(
-    make: Callable[[Prompt], Env | None], prompt: Prompt, thread: CallingThread
-) -> GuardedEnv | None:
-    """A new environment for one sample of `prompt`; None where it has a single turn.
+    make: Callable[[Prompt], Env | None], prompts: Sequence[Prompt], thread: CallingThread
+) -> list[GuardedEnv | None]:
+    """A new environment for each sample; None where it has a single turn.
 
+    Args:
+        prompts: of each sample.
     Raises:
-        TaskError: `make` raised, kept silent, or returned something without reset and step.
+        TaskError: `make` raised, kept silent, or returned something without reset and step, or the
+            environment of another sample.
     """
     if make is no_env:
-        return None
-    where = f"making the environment of {prompt.named}"
-    env = _called(thread, make, (prompt,), where)
-    if env is None:
-        return None
-    if not all(callable(getattr(env, name, None)) for name in ("reset", "step")):
-        raise TaskError(f"{where} gave {shown(env)}; it must have the methods reset and step")
-    return GuardedEnv(env, prompt, thread)
+        return [None] * len(prompts)
+    envs = [_made(make, prompt, thread) for prompt in prompts]
+    seen: set[int] = set()
+    for env, prompt in zip(envs, prompts, strict=True):
+        if env is not None and id(env) in seen:
+            raise TaskError(
+                f"{_making(prompt)} gave one that another sample has; make a new one at each call: "
+                "what one sample does must not reach another"
+            )
+        seen.add(id(env))
+    return [
+        None if env is None else GuardedEnv(env, prompt, thread)
+        for env, prompt in zip(envs, prompts, strict=True)
+    ]
+
+
+def _made(
+    make: Callable[[Prompt], Env | None], prompt: Prompt, thread: CallingThread
+) -> Env | None:
+    def parts() -> tuple[Env | None, bool]:
+        env = make(prompt)
+        return env, all(callable(getattr(env, name, None)) for name in ("reset", "step"))
+
+    env, is_env = _called(thread, parts, (), _making(prompt))
+    if env is not None and not is_env:
+        raise TaskError(
+            f"{_making(prompt)} gave {shown(env)}; it must have the methods reset and step"
+        )
+    return env
+
+
+def _making(prompt: Prompt) -> str:
+    return f"making the environment of {prompt.named}"
 
 
 def _called(

@@ -7,8 +7,8 @@ Called by `controller.rollouts`.
     mask        1 1 1      0 0 0 0               1 1
 
 A turn is a request whose prompt is everything so far: the ids of the prompt, those that the policy
-sampled, and those of each observation, tokenised by itself. Nothing is ever tokenised again. An
-episode ends
+sampled, and those of each observation, tokenised by itself and as plain text. Nothing is ever
+tokenised again. An episode ends
 
     stop     when its environment is done (without one: when the policy ends its text);
     length   when the policy has chosen `max_tokens` tokens, over all turns together, or the context
@@ -145,7 +145,7 @@ class Episode:
 
     def _encode(self, text: str, when: str) -> list[int]:
         try:
-            return self._tokenizer.encode(text)
+            return self._tokenizer.encode_plain(text)
         except TaskError as error:
             raise TaskError(f"the environment of {self._prompt.named} {when}: {error}") from error
 

@@ -145,8 +145,9 @@ def learn(
 def update(trainer: WorkerGroup, batch: Batch, grpo: GRPOConfig, *, lr: float) -> Metrics:
     """`inner_epochs` optimizer steps on one batch, counted as one version.
 
-    Without signal (every advantage 0, and no KL or entropy in the loss) the gradient is exactly 0
-    and no step is made: AdamW would move the weights all the same, by its moments and its decay.
+    Without signal (every advantage 0 or masked out by the correction, and no KL or entropy in the
+    loss) the gradient is exactly 0 and no step is made: AdamW would move the weights all the same,
+    by its moments and its decay.
 
     Returns:
         `update` 1 and means over the inner epochs of what the trainer reports; only `update` 0
@@ -163,14 +164,15 @@ def update(trainer: WorkerGroup, batch: Batch, grpo: GRPOConfig, *, lr: float) -
 
 
 def sample_metrics(drawn: Drawn, grpo: GRPOConfig) -> Metrics:
-    """Of ALL groups that were sampled: to leave out the flat ones would flatter the reward, which
-    is the task's own, without penalties and KL."""
+    """Of ALL groups that were sampled: to leave out those that teach nothing would flatter the
+    reward, which is the task's own, without penalties and KL."""
     samples = [sample for group in drawn.groups for sample in group.samples]
     rewards = [sample.reward.value for sample in samples]
     metrics = {
         "reward": statistics.fmean(rewards),
         "reward_std": statistics.pstdev(rewards),
-        "zero_signal_fraction": sum(g.is_flat for g in drawn.groups) / len(drawn.groups),
+        "zero_signal_fraction": sum(not g.can_teach(grpo) for g in drawn.groups)
+        / len(drawn.groups),
         "finished_fraction": sum(sample.finished for sample in samples) / len(samples),
         "tokens": sum(sample.num_tokens for sample in samples),
     }

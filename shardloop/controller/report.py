@@ -12,14 +12,14 @@ Keys read, each optional but `step`:
 """
 
 import statistics
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardloop.config import to_dict
 from shardloop.controller.curve import draw_curve, series
 from shardloop.controller.evals import Record, before_and_after, eval_interval
-from shardloop.controller.manifest import read_manifest
+from shardloop.controller.manifest import flat_settings, read_manifest
 from shardloop.controller.rundir import SEEDS_REPORT, RunFolder, open_run_folder
 from shardloop.errors import UsageError
 from shardloop.intervals import Interval, t_interval
@@ -29,6 +29,10 @@ MEASURES = {"greedy": "held-out reward, greedy", "sampled": "held-out reward, sa
 ENDS = 10
 """Steps at each end of a run whose mean training reward is compared."""
 DASH = "–"
+PICTURE = "!"
+"""Begins the line that shows the curve, where Markdown is shown."""
+WIDTH = 100
+"""Of sentences, so that they can be read in a terminal."""
 INCIDENTAL = ("seed", "name", "out", "track", "checkpoint", "workers")
 """Settings in which runs of one table may differ."""
 
@@ -49,11 +53,17 @@ def write_report(folder: RunFolder) -> Path:
         _headline(folder),
         _eval_table(evals),
         _training_table(metrics, evals),
-        f"![reward, KL and log-prob gap by step]({folder.curve.name})",
+        f"{PICTURE}[reward, KL and log-prob gap by step]({folder.curve.name})",
     ]
     with writing(folder.report):
         folder.report.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return folder.report
+
+
+def without_picture(report: str) -> str:
+    """The text of a report for a terminal."""
+    lines = report.splitlines()
+    return "\n".join(line for line in lines if not line.startswith(PICTURE)).strip()
 
 
 def write_seeds_report(run_dirs: Sequence[Path], out: Path) -> Path:
@@ -78,9 +88,7 @@ def seeds_report(run_dirs: Sequence[Path]) -> str:
         raise UsageError("no runs to report on; give one or more run folders")
     if len({root.resolve() for root in run_dirs}) < len(run_dirs):
         raise UsageError("a run is given twice; it would count as two: give each folder once")
-    configs = [_what_counts(open_run_folder(root)) for root in run_dirs]
-    if any(config != configs[0] for config in configs):
-        raise UsageError("the runs differ in more than their seed; report on them apart")
+    _demand_same_settings(run_dirs)
     ends = [_ends_of(root) for root in run_dirs]
     measures = [m for m in MEASURES if all(m in record for pair in ends for record in pair)]
     values = [[float(record[m]) for m in measures for record in pair] for pair in ends]
@@ -100,7 +108,7 @@ def seeds_report(run_dirs: Sequence[Path]) -> str:
         )
         note = "\n\nIn brackets 95 % intervals over the runs, by Student's t."
     if len(run_dirs) == 2:
-        note += " With two runs they are wide: 12.7 standard errors to each side; three have 4.3."
+        note += "\nWith two runs they are wide: 12.7 standard errors to each side; three have 4.3."
     head = ["run", *(f"{m} {w}" for m in measures for w in ("before", "after"))]
     return _table(head, rows) + note
 
@@ -125,10 +133,23 @@ def _ends_of(root: Path) -> tuple[Record, Record]:
     return ends
 
 
+def _demand_same_settings(run_dirs: Sequence[Path]) -> None:
+    settings = [_what_counts(open_run_folder(root)) for root in run_dirs]
+    differing = [
+        f"{name.replace('_', '-')} is {' and '.join(dict.fromkeys(str(s[name]) for s in settings))}"
+        for name in settings[0]
+        if any(s[name] != settings[0][name] for s in settings)
+    ]
+    if differing:
+        raise UsageError(
+            f"the runs differ in more than their seed: {'; '.join(differing)}. Report on them apart"
+        )
+
+
 def _what_counts(folder: RunFolder) -> dict[str, Any]:
     """The settings without the seed, where the run lies, and what its numbers do not depend on."""
-    config = to_dict(folder.read_config())
-    return {key: value for key, value in config.items() if key not in INCIDENTAL}
+    settings = flat_settings(folder.read_config())
+    return {key: value for key, value in settings.items() if key.split(".")[0] not in INCIDENTAL}
 
 
 def _title(folder: RunFolder) -> str:
@@ -141,12 +162,13 @@ def _headline(folder: RunFolder) -> str:
     # A task's own reward has its name only in what the run wrote down.
     reward = read_manifest(folder.manifest).get("reward") or config.reward or "the task's own"
     place = "on the trainer's ranks" if config.workers.colocate else "on ranks of its own"
-    return (
+    text = (
         f"Model {config.model}, task {config.task} judged by {reward}, seed {config.seed}: GRPO of"
         f" {config.grpo.prompts_per_step} prompts × {config.grpo.samples_per_prompt} samples,"
         f" learning rate {config.optim.lr:g}, trainer {config.trainer.layout},"
         f" engine {config.engine.layout} {place}."
     )
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def _eval_table(evals: Sequence[Record]) -> str:
@@ -201,7 +223,9 @@ def clock(seconds: float | None) -> str:
     if seconds is None:
         return DASH
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02} h"
+    hours, minutes = divmod(minutes, 60)
+    parts = ((hours, "h"), (minutes, "min"), (rest, "s"))
+    return " ".join(f"{value} {unit}" for value, unit in parts if value) or "0 s"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

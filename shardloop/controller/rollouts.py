@@ -15,6 +15,7 @@ from shardloop.controller.episodes import Episode, play
 from shardloop.errors import TaskError, UsageError
 from shardloop.tasks import no_env
 from shardloop.types import Completion, Env, Prompt, Request, SampleId, Sampling, Tokenizer
+from shardloop.usercode import shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,11 +76,13 @@ class Sampler:
                 Episode(
                     request,
                     prompt,
-                    guarded(self.make_env, prompt, thread),
+                    env,
                     tokenizer=self.tokenizer,
                     context_length=self.context_length,
                 )
-                for request, prompt in zip(requests, asked, strict=True)
+                for request, prompt, env in zip(
+                    requests, asked, guarded(self.make_env, asked, thread), strict=True
+                )
             ]
             play(episodes, self.engine.generate)
         starts = range(0, len(requests), samples_per_prompt)
@@ -164,12 +167,13 @@ def solution_row(prompt: Prompt, tokenizer: Tokenizer, context_length: int) -> S
     answer_ids: list[int] = []
     loss_mask: list[int] = []
     for place, text in enumerate(_texts(prompt)):
+        is_envs = place % 2 == 1
         try:
-            ids = tokenizer.encode(text)
+            ids = tokenizer.encode_plain(text) if is_envs else tokenizer.encode(text)
         except TaskError as error:
             raise TaskError(f"solution of {prompt.named}: {error}") from error
         answer_ids += ids
-        loss_mask += [1 - place % 2] * len(ids)
+        loss_mask += [int(not is_envs)] * len(ids)
     row = SolutionRow(
         prompt_ids=prompt_ids(prompt, tokenizer, max_tokens=0, context_length=context_length),
         answer_ids=(*answer_ids, tokenizer.stop_token_ids[0]),
@@ -198,6 +202,9 @@ def _texts(prompt: Prompt) -> tuple[str, ...]:
             f"the solution of {prompt.named} has {len(texts)} texts; it must begin and end with one"
             " of the policy's, with those of the environment between them"
         )
+    for text in texts:
+        if not isinstance(text, str):
+            raise TaskError(f"the solution of {prompt.named} holds {shown(text)}; it must be text")
     return texts
 
 

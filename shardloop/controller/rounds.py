@@ -2,9 +2,11 @@
 
 Called by the loop. Without resampling there is one round, and every group is kept.
 
-    prompts ─▶ rollout ─▶ score ─▶ groups ──unequal rewards──▶ kept, until there are P
-       ▲                             └─────equal rewards─────▶ counted in the metrics only
-       └────────────── further round ◀──── fewer than P, rounds left
+    prompts ─▶ rollout ─▶ score ─▶ groups ──can teach──▶ kept, until there are P
+       ▲                             └──────cannot─────▶ counted in the metrics only
+       └────────── further round ◀──── fewer than P, rounds left
+
+A group can teach where its rewards differ and the loss takes one of its completions.
 
 Shape letters: P prompts, G samples per prompt.
 """
@@ -15,12 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardloop.config import TrainConfig
+from shardloop.config import GRPOConfig, TrainConfig
 from shardloop.controller.rollouts import Rollout, Sampler, step_seed
 from shardloop.controller.scoring import Sample, score_rollouts
 from shardloop.metrics import PhaseTimes
 from shardloop.rl.overlong import overlong_penalty
-from shardloop.types import Prompt, RewardFn, Task
+from shardloop.types import Completion, Prompt, RewardFn, Task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -32,10 +34,15 @@ class Group:
     shaped_G: Tensor
     """float64: what is learned from, the task's rewards and the penalty of overlong completions."""
 
-    @property
-    def is_flat(self) -> bool:
-        """Whether all have one reward: then there is nothing to choose between them."""
-        return bool(self.shaped_G.max() == self.shaped_G.min())
+    def can_teach(self, grpo: GRPOConfig) -> bool:
+        """Whether there is something to choose between them, and one of them is in the loss."""
+        is_flat = bool(self.shaped_G.max() == self.shaped_G.min())
+        return not is_flat and not all(is_masked(c, grpo) for c in self.rollout.completions)
+
+
+def is_masked(completion: Completion, grpo: GRPOConfig) -> bool:
+    """Whether the loss leaves a completion out for having been cut off."""
+    return grpo.overlong == "mask" and completion.finish_reason == "length"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -59,7 +66,7 @@ def draw_groups(
     """Sample and judge the groups of `step`, on the weights that the engine has.
 
     With `grpo.resample_rounds` (DAPO's dynamic sampling) a round draws P further prompts while
-    fewer than P groups with unequal rewards are there; what came first is kept. Each round has
+    fewer than P groups that can teach are there; what came first is kept. Each round has
     prompts and noise of its own, both pure functions of the run's seed, the step and the round.
 
     Raises:
@@ -77,7 +84,7 @@ def draw_groups(
             )
         with times.phase("score"):
             groups += judge(rollouts, sampler, reward=reward, config=config)
-        kept = groups if grpo.resample_rounds == 0 else [g for g in groups if not g.is_flat]
+        kept = groups if grpo.resample_rounds == 0 else [g for g in groups if g.can_teach(grpo)]
         if len(kept) >= wanted:
             break
     return Drawn(groups=groups, kept=kept[:wanted], num_rounds=number + 1)

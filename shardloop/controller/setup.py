@@ -2,7 +2,7 @@
 
 Called by `controller.run`; `read_model` and `engine_layout` also by what runs a part of a run alone
 (`controller.sft`, `controller.inference`). `resolve` reads the model's folder, the task and the
-layouts, proves the reshard plan, looks at the prompts, and tries the reward if it is the user's.
+layouts, proves the reshard plan, looks at the prompts, and tries environment and reward (`trials`).
 """
 
 import os
@@ -17,7 +17,8 @@ from shardloop.controller.demands import demand_buffer, demand_devices, demand_z
 from shardloop.controller.engines import Engines
 from shardloop.controller.placement import Placement
 from shardloop.controller.rollouts import Sampler, prompt_ids, solution_row
-from shardloop.errors import LayoutError, ModelError, RewardError
+from shardloop.controller.trials import try_env, try_reward
+from shardloop.errors import LayoutError, ModelError
 from shardloop.families import CanonicalModel, canonical_model
 from shardloop.layout import Layout, make_layout, parse_layout
 from shardloop.model import DecoderConfig
@@ -25,9 +26,10 @@ from shardloop.parallel.build import check_config
 from shardloop.parallel.mesh import check_tensor_parallel, trainer_axes
 from shardloop.reshard.plan import plan_reshard
 from shardloop.reshard.verify import Proof, verify
-from shardloop.rewards import REWARDS, check_answer, load_reward, score
+from shardloop.rewards import REWARDS, check_answer, load_reward
 from shardloop.tasks import (
     FiniteTask,
+    UserTask,
     env_maker,
     evaluation_prompts,
     load_task,
@@ -110,9 +112,9 @@ def resolve(config: TrainConfig, model_dir: Path) -> Setup:
 
     Raises:
         ModelError: the folder is no usable model. LayoutError: it cannot be cut so.
-        TaskError: no prompts, or prompts that do not fit. UsageError: an unknown task or reward,
-            settings that do not go together, or too few GPUs.
-        RewardError: the user's reward fails on an empty completion.
+        TaskError: no prompts, prompts that do not fit, or an environment that fails.
+        UsageError: an unknown task or reward, settings that do not go together, or too few GPUs.
+        RewardError: the user's reward or environment fails when tried on empty text.
         PlanError: the reshard plan has a fault.
     """
     demand_buffer(config)
@@ -141,8 +143,6 @@ def resolve(config: TrainConfig, model_dir: Path) -> Setup:
         proof=verify(plan),
     )
     check_prompts(setup)
-    if reward_name not in REWARDS:
-        try_reward(setup)
     return setup
 
 
@@ -163,11 +163,13 @@ def _place(src: Layout, dst: Layout, *, colocate: bool) -> Placement:
 
 
 def check_prompts(setup: Setup) -> None:
-    """Whether the prompts that a run meets first can be asked, judged and, in SFT, imitated.
+    """Whether the prompts that a run meets first can be asked, judged and, in SFT, imitated, and
+    the user's reward and the environment do on the first of them.
 
     Raises:
         UsageError: sampling.max-tokens fills the context. ModelError: no token ends an answer, or
-            the chat template fails. TaskError: names the first prompt that cannot be used.
+            the chat template fails. TaskError: names the first prompt that cannot be used, or the
+            environment fails. RewardError: the user's reward fails.
     """
     config, tokenizer = setup.config, setup.tokenizer
     context_length = setup.model.context_length
@@ -180,22 +182,17 @@ def check_prompts(setup: Setup) -> None:
     if config.sft.steps > 0:
         for prompt in train_prompts:
             solution_row(prompt, tokenizer, context_length)
-
-
-def try_reward(setup: Setup) -> None:
-    """Calls the user's reward once, on the first training prompt with an empty completion: a
-    mistake in it should not wait for the end of the warm start.
-
-    Raises:
-        RewardError: it raises, or returns no finite number.
-    """
-    [prompt] = setup.task.prompts("train", seed=setup.config.seed, start=0, count=1)
-    try:
-        score(setup.reward, prompt, "", finished=False)
-    except RewardError as error:
-        raise RewardError(
-            f"reward={setup.reward_name!r}, tried on an empty completion before the start: {error}"
-        ) from error.__cause__ or error
+    [first] = setup.task.prompts("train", seed=config.seed, start=0, count=1)
+    try_env(
+        env_maker(setup.task),
+        first,
+        prompt_ids(first, tokenizer, max_tokens=max_tokens, context_length=context_length),
+        sampling=setup.sampling,
+        tokenizer=tokenizer,
+        context_length=context_length,
+    )
+    if setup.reward_name not in REWARDS:
+        try_reward(setup.reward, setup.reward_name, first)
 
 
 def trainer_layout(model: CanonicalModel, trainer: TrainerConfig) -> Layout:
@@ -233,7 +230,7 @@ def num_replicas(spec: str) -> int:
 
 def first_train_prompts(task: Task, config: TrainConfig) -> Sequence[Prompt]:
     """Every training prompt of a task that has few, or else those of a run's beginning."""
-    known = len(task.train) if isinstance(task, FiniteTask) else 0
+    known = len(task.train) if isinstance(task, FiniteTask | UserTask) else 0
     count = config.grpo.prompts_per_step
     if known > MOST_CHECKED:
         count *= config.steps * (config.grpo.resample_rounds + 1)

@@ -8,7 +8,7 @@ uninterrupted one does.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +31,7 @@ from shardloop.errors import Interrupted
 from shardloop.metrics import append_jsonl, read_jsonl, writing
 
 MANY_IDLE_STEPS = 10
-"""Steps in a row without an update after which the run says so."""
+"""Steps in a row without anything to learn from rewards after which the run says so."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,9 +105,9 @@ def run_loop(
             append_jsonl(folder.metrics, metrics)
             sink.write(step.number, metrics)
             yield Progress("train", step.number, config.steps, metrics)
-            num_idle = 0 if metrics["update"] else num_idle + 1
+            num_idle = num_idle + 1 if is_idle(metrics) else 0
             if num_idle == MANY_IDLE_STEPS:
-                yield Note(no_signal(num_idle))
+                yield Note(no_signal(num_idle, updated=bool(metrics["update"])))
             is_last = step.number == config.steps
             stop = stop_requested() and not is_last
             if is_evaluated(config, step.number):
@@ -135,9 +135,15 @@ def take_up(roles: Roles, folder: RunFolder, point: ResumePoint) -> int:
     return start
 
 
-def no_signal(num_steps: int) -> str:
+def is_idle(metrics: Mapping[str, Any]) -> bool:
+    """Whether no reward moved the weights; a KL or entropy term may have."""
+    return not metrics["update"] or metrics["zero_signal_fraction"] == 1.0
+
+
+def no_signal(num_steps: int, *, updated: bool) -> str:
+    what = "only the KL or entropy term moves the weights" if updated else "no update"
     return (
-        f"no update in {num_steps} steps: all samples of each prompt had equal rewards, so there "
+        f"{what} in {num_steps} steps: all samples of each prompt had equal rewards, so there "
         "is nothing to learn from. The task is too hard or too easy for the model, or the reward "
         "too coarse: try more samples for each prompt, a supervised start, or a graded reward"
     )

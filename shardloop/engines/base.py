@@ -129,13 +129,15 @@ def check_requests(
     """Refuse a list of requests as a whole if any one of them cannot run.
 
     Raises:
-        UsageError: naming the sample, the value and the limit: an empty prompt, ids that are no
-            tuple of integers or outside the vocabulary, no room for prompt and max_tokens in
-            `max_model_len`, or a sample id that is already in flight.
+        UsageError: naming the sample, the value and the limit: an identity that is no plain text
+            and integers, an empty prompt, ids that are no tuple of integers or outside the
+            vocabulary, no room for prompt and max_tokens in `max_model_len`, or a sample id that
+            is already in flight.
     """
     taken = set(in_flight)
     for request in requests:
         sample = request.sample_id
+        _check_identity(request)
         if sample in taken:
             raise UsageError(
                 f"{sample} is in flight already; give each request its own index or attempt"
@@ -178,11 +180,34 @@ def check_resumable(completions: Sequence[Completion], *, vocab_size: int) -> No
                 f"resume of {sample}: it has {num_drawn} tokens of max_tokens={most}; resume what "
                 "abort returned"
             )
+        logprobs = (*completion.behave_T, *completion.full_T)
+        if not all(type(x) is float for x in logprobs) or not all(
+            type(version) is int for version in completion.version_T
+        ):
+            raise UsageError(
+                f"resume of {sample}: behave_T and full_T hold something else than floats, or "
+                "version_T than integers; resume what abort returned"
+            )
         if 0 in completion.loss_mask_T:
             raise UsageError(
                 f"resume of {sample}: it holds tokens that no engine drew (loss_mask_T is 0); "
                 "submit a new request whose prompt_ids end with them"
             )
+
+
+def _check_identity(request: Request) -> None:
+    """Refuse all but plain text and integers: the noise is made of how these are written."""
+    sample = request.sample_id
+    if type(sample.prompt_uid) is not str:
+        raise UsageError(f"{sample}: prompt_uid={sample.prompt_uid!r}; pass a text")
+    for name, value in (
+        ("index", sample.index),
+        ("attempt", sample.attempt),
+        ("turn", sample.turn),
+        ("seed", request.seed),
+    ):
+        if type(value) is not int:
+            raise UsageError(f"{sample}: {name}={value!r}; pass a Python integer")
 
 
 def _check_ids(request: Request, what: str, ids: Sequence[int], *, vocab_size: int) -> None:

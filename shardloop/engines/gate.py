@@ -36,8 +36,8 @@ class Gate:
         self._discarded = False
 
     def begin(self, version: int) -> None:
-        if version < 0:
-            raise UsageError(f"begin_update: version={version}; choose 0 or more")
+        if type(version) is not int or version < 0:
+            raise UsageError(f"begin_update: version={version!r}; choose a whole number from 0 up")
         self._next = version
         if self.asleep:
             self.asleep = "cache"

@@ -19,6 +19,8 @@ from shardloop.invariant import exact_logprobs
 from shardloop.splitmix import shift_right, splitmix64
 from shardloop.types import Request, SampleId
 
+TILE = 2**17
+"""Logits of a tile: few enough to stay in a cache while they are walked several times."""
 NO_LIMIT = 2**63 - 1
 """A top-k as large as a tensor can say, and larger than any vocabulary."""
 TOP_P_SLACK = 1e-6
@@ -89,23 +91,43 @@ def draw(logits_nV: Tensor, rows: SamplingRows, *, positions_n: Tensor) -> Drawn
         positions_n: int64, how many tokens each sample has drawn before.
     """
     greedy_n = rows.temperature_n == 0
-    centred_nV = logits_nV - logits_nV.amax(-1, keepdim=True)
-    if (rows.temperature_n != 1).any():
-        temper_(centred_nV, torch.where(greedy_n, 1.0, rows.temperature_n))
-    weights_nV = centred_nV.exp()
+    temperature_n = torch.where(greedy_n, 1.0, rows.temperature_n)
+    weights_nV, most_n = weights_of(logits_nV, temperature_n)
     kept_nV = truncate(weights_nV, top_p_n=rows.top_p_n, top_k_n=rows.top_k_n, min_p_n=rows.min_p_n)
     full = BlockCDF.of(weights_nV)
     kept = full if kept_nV is weights_nV else BlockCDF.of(kept_nV)
     token_ids_n = kept.inverse(uniforms(rows.keys_n, positions_n))
     if greedy_n.any():
         token_ids_n[greedy_n] = logits_nV[greedy_n].argmax(-1)
+    drawn_n = logits_nV.gather(1, token_ids_n[:, None])[:, 0]
     # The likeliest token has weight 1, so no mass is below that.
-    log_weight_n = centred_nV.gather(1, token_ids_n[:, None])[:, 0].double()
+    log_weight_n = temper_(torch.stack((drawn_n, most_n), 1), temperature_n)[:, 0].double()
     return Drawn(
         token_ids_n=token_ids_n,
         behave_n=torch.where(greedy_n, 0.0, log_weight_n - kept.mass_n.log()),
         full_n=log_weight_n - full.mass_n.log(),
     )
+
+
+def weights_of(logits_nV: Tensor, temperature_n: Tensor) -> tuple[Tensor, Tensor]:
+    """softmax(logits / temperature) before its division, and each row's largest logit [n].
+
+    The largest weight of each row is 1. Tile by tile: several walks over all [n, V] would each
+    fetch it from memory again.
+    """
+    weights_nV, most_n1 = torch.empty_like(logits_nV), logits_nV.new_empty(len(logits_nV), 1)
+    is_tempered = bool((temperature_n != 1).any())
+    num_rows = max(1, TILE // logits_nV.shape[1])
+    whole = (weights_nV, most_n1, logits_nV, temperature_n)
+    for weights_mV, most_m1, logits_mV, temperature_m in zip(
+        *(x.split(num_rows) for x in whole), strict=True
+    ):
+        torch.amax(logits_mV, -1, keepdim=True, out=most_m1)
+        torch.sub(logits_mV, most_m1, out=weights_mV)
+        if is_tempered:
+            temper_(weights_mV, temperature_m)
+        weights_mV.exp_()
+    return weights_nV, most_n1[:, 0]
 
 
 def restated(drawn: Drawn, logits_nV: Tensor, rows: SamplingRows) -> Drawn:

@@ -12,8 +12,11 @@ from shardloop.types import Request
 Decode = Callable[[Sequence[int]], str]
 
 MARGIN = 4
-"""Characters by which a look at the newest tokens goes back further than the longest text: a
-character of up to 4 bytes may be cut where the look begins, or end in the newest token."""
+"""Characters by which a look at the newest tokens goes back further than the longest text: some
+tokenizers decode the first token after a cut in another way, such as without its space."""
+NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+"""What bytes decode to that are no whole character. Some tokenizers give it for all bytes in a row
+where one of them is amiss, which a look may begin after: so the whole text has the last word."""
 
 
 class StopTexts:
@@ -40,13 +43,20 @@ class StopTexts:
         texts = request.sampling.stop
         if not texts:
             return False
+        assert self._decode is not None, "check has seen the request"
         newest = self._newest_text(token_ids, num_chars=max(map(len, texts)) + MARGIN)
-        return any(text in newest for text in texts)
+        if not any(text in newest for text in texts):
+            return False
+        whole = self._decode(token_ids)
+        return any(text in whole for text in texts)
 
     def _newest_text(self, token_ids: Sequence[int], *, num_chars: int) -> str:
         """Text of the last token and of tokens with at least `num_chars` before it, or of all."""
         assert self._decode is not None, "check has seen the request"
         size = num_chars + 1
-        while size < len(token_ids) and len(self._decode(token_ids[-size:-1])) < num_chars:
+        while size < len(token_ids):
+            before = self._decode(token_ids[-size:-1])
+            if len(before) - before.count(NO_CHARACTER) >= num_chars:
+                break
             size *= 2
         return self._decode(token_ids[-size:])

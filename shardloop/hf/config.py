@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from shardloop.errors import ModelError
 from shardloop.families import Fields, canonical_model
 from shardloop.hf.headers import check_weights
-from shardloop.hf.reading import as_model_error, read_json
+from shardloop.hf.reading import as_model_error, demand_model_folder, read_json
 from shardloop.model import DecoderConfig
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -26,10 +26,7 @@ def load_config(model_dir: Path) -> dict[str, Any]:
             transformers refuses, weights that do not fit (see `check_weights`), or a tokenizer with
             ids that the model has no embedding for.
     """
-    if not model_dir.is_dir():
-        raise ModelError(
-            f"model={str(model_dir)!r}: no such folder; give one with config.json and *.safetensors"
-        )
+    demand_model_folder(model_dir)
     config = read_json(model_dir / "config.json")
     if config is None:
         raise ModelError(f"{model_dir}: no config.json; give a model folder in Hugging Face format")

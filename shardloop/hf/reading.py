@@ -31,6 +31,22 @@ def as_model_error(what: str) -> Iterator[None]:
         raise ModelError(f"{what}: {type(error).__name__}: {reason}") from error
 
 
+def demand_model_folder(model_dir: Path) -> None:
+    """
+    Raises:
+        ModelError: there is no such folder, or it is that of a run.
+    """
+    if not model_dir.is_dir():
+        raise ModelError(
+            f"model={str(model_dir)!r}: no such folder; give one with config.json and *.safetensors"
+        )
+    if (model_dir / "manifest.json").is_file() and not (model_dir / "config.json").is_file():
+        raise ModelError(
+            f"model={str(model_dir)!r} is the folder of a run; the model that it trained is in "
+            f"{model_dir / 'export'} once the run has ended"
+        )
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object; None where there is no such file.
 

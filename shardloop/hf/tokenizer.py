@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from shardloop.errors import ModelError, TaskError
 from shardloop.families import Fields
 from shardloop.hf.config import check_num_ids
-from shardloop.hf.reading import as_model_error, read_json
+from shardloop.hf.reading import as_model_error, demand_model_folder, read_json
 from shardloop.types import Prompt, shorten
 
 TOKENIZER_FILES = (
@@ -46,8 +46,15 @@ class HFTokenizer:
         Raises:
             TaskError: the text has a character that the vocabulary lacks.
         """
+        return self._encoded(text, is_plain=False)
+
+    def encode_plain(self, text: str) -> list[int]:
+        """As `encode`, but the name of a special token is only its letters."""
+        return self._encoded(text, is_plain=True)
+
+    def _encoded(self, text: str, *, is_plain: bool) -> list[int]:
         try:
-            return self._encode(text)
+            return self._encode(text, is_plain=is_plain)
         except Exception as error:  # the tokenizers library raises bare Exceptions
             reason = self._character_at_fault(text) or str(error)
             raise TaskError(
@@ -55,14 +62,16 @@ class HFTokenizer:
                 f"{reason}"
             ) from error
 
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+    def _encode(self, text: str, *, is_plain: bool) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(
+            text, add_special_tokens=False, split_special_tokens=is_plain
+        )
         return ids
 
     def _character_at_fault(self, text: str) -> str | None:
         for character in dict.fromkeys(text):
             try:
-                self._encode(character)
+                self._encode(character, is_plain=True)
             except Exception:
                 return f"it lacks {character!r} (U+{ord(character):04X})"
         return None
@@ -103,9 +112,10 @@ def load_tokenizer(model_dir: Path) -> HFTokenizer:
     generation_config.json and config.json, in this order.
 
     Raises:
-        ModelError: the folder has no tokenizer, or one that cannot be read; it or a stop id exceeds
+        ModelError: there is no such folder, or it has no tokenizer, or one that cannot be read; it or a stop id exceeds
             the model's vocabulary.
     """
+    demand_model_folder(model_dir)
     if not (model_dir / "tokenizer.json").is_file():
         raise ModelError(f"{model_dir}: no tokenizer; put a tokenizer.json beside config.json")
     for name in ("tokenizer_config.json", "special_tokens_map.json"):

@@ -22,9 +22,9 @@ from torch.autograd.function import once_differentiable
 
 from shardloop.head import temper_, token_logprobs
 
-TILE = 64
+TILE = 48
 """Rows of every product. Routines for AVX2 take six rows at a time and round a remainder of two in
-another way (as 8 or 32 rows leave it), one of four in the same way."""
+another way; 48 rows have none, nor have the parts that 2, 4 or 8 threads take of them."""
 LANES = 64
 """Elementwise functions get multiples of this many numbers: whole vectors of any machine."""
 SERIAL = 16384

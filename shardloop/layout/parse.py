@@ -60,7 +60,7 @@ def _parse_axis(spec: str, scheme: str, item: str) -> tuple[str, int]:
         )
     if name not in AXES[scheme]:
         raise LayoutError(
-            f"layout {spec!r}: scheme {scheme} has no axis {name!r}; choose from {allowed}"
+            f"layout {spec!r}: {KINDS[scheme]} layout has no axis {name!r}; choose from {allowed}"
         )
     if not (size.isascii() and size.isdigit()) or int(size) < 1:
         raise LayoutError(f"layout {spec!r}: {name}={size}; choose a whole number >= 1")

@@ -14,35 +14,36 @@ from torch.nn.utils import get_total_norm
 
 @torch.no_grad()
 def global_grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Collective over the parameters' meshes: 2-norm of all gradients, float64 [], the same bits on
-    every rank.
+    """Collective over the parameters' mesh: 2-norm of all gradients, float64 [], the same bits on
+    every rank, whatever lies in the gradients.
 
-    Parameters are DTensors. Those cut along the same axes are added up together, over these axes
-    alone, so that what is replicated along another axis counts once.
+    Parameters are DTensors of one mesh. What several ranks hold counts on each of them for its
+    share, so that one sum over the whole mesh is the answer.
     """
-    parts: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
-    for parameter in parameters:
-        gradient = parameter.grad
-        assert isinstance(gradient, DTensor), "a trained parameter is a DTensor with a gradient"
-        parts.setdefault(_cutting_groups(gradient), []).append(gradient.to_local())
-    squares = []
-    for groups, locals_ in parts.items():
-        square = get_total_norm(locals_).double().square()
-        for group in groups:
-            dist.all_reduce(square, group=group)
-        squares.append(square)
-    return torch.stack(squares).sum().sqrt()
+    gradients = [_gradient(parameter) for parameter in parameters]
+    by_copies: dict[int, list[Tensor]] = {}
+    for gradient in gradients:
+        by_copies.setdefault(_num_copies(gradient), []).append(gradient.to_local())
+    parts = [get_total_norm(part).double().square() / n for n, part in by_copies.items()]
+    square, mesh = torch.stack(parts).sum(), gradients[0].device_mesh
+    for axis in range(mesh.ndim):
+        dist.all_reduce(square, group=mesh.get_group(axis))
+    return square.sqrt()
 
 
-def _cutting_groups(gradient: DTensor) -> tuple[dist.ProcessGroup, ...]:
-    mesh = gradient.device_mesh
-    for placement in gradient.placements:
+def _gradient(parameter: nn.Parameter) -> DTensor:
+    gradient = parameter.grad
+    assert isinstance(gradient, DTensor), "a trained parameter is a DTensor with a gradient"
+    return gradient
+
+
+def _num_copies(gradient: DTensor) -> int:
+    """How many ranks hold the same part."""
+    copies = 1
+    for axis, placement in enumerate(gradient.placements):
         assert not placement.is_partial(), "a gradient was not summed over its ranks"
-    return tuple(
-        mesh.get_group(axis)
-        for axis, placement in enumerate(gradient.placements)
-        if not placement.is_replicate()
-    )
+        copies *= gradient.device_mesh.size(axis) if placement.is_replicate() else 1
+    return copies
 
 
 @torch.no_grad()

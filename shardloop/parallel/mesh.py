@@ -9,6 +9,7 @@ An axis that is left out has size 1. Ranks that differ in tp alone take the same
 """
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -62,13 +63,16 @@ def check_tensor_parallel(model: CanonicalModel, tp: int) -> None:
         )
 
 
-def make_mesh(spec: str, *, group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+def make_mesh(
+    spec: str, *, group: dist.ProcessGroup, device_type: str, timeout_s: float
+) -> DeviceMesh:
     """Collective over `group`: a mesh with the axis fsdp, and with dp and tp where above 1.
 
     The ranks of `group` fill the mesh, its last axis fastest. Sub-groups are made by their own
-    members alone, so ranks outside `group` need not call; but the members must have made equally
-    many groups before, since torch names a group by that number.
+    members alone, so ranks outside `group` need not call.
 
+    Args:
+        timeout_s: how long a rank waits for others in a collective over one axis.
     Raises:
         LayoutError: as `trainer_axes`; or the axes do not multiply to the number of ranks.
     """
@@ -85,15 +89,33 @@ def make_mesh(spec: str, *, group: dist.ProcessGroup, device_type: str) -> Devic
         return DeviceMesh.from_group(group, device_type, mesh_dim_names=names)
     grid = ranks.view([axes[name] for name in names])
     place = (grid == dist.get_rank()).nonzero()[0].tolist()
+    timeout = timedelta(seconds=timeout_s)
+    _equalise_group_counts(group, timeout=timeout)
     groups = []
     for dim in range(len(names)):
         index = [slice(None) if d == dim else place[d] for d in range(len(names))]
-        groups.append(_own_group(grid[tuple(index)].tolist()))
+        groups.append(_own_group(grid[tuple(index)].tolist(), timeout=timeout))
     return DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=names)
 
 
-def _own_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+def _equalise_group_counts(group: dist.ProcessGroup, *, timeout: timedelta) -> None:
+    """Collective over `group`: its ranks are members of equally many groups afterwards.
+
+    Torch names a group that its members make alone by how many they are in already. Where some
+    ranks have a further role these numbers differ, and the members would wait for each other under
+    different names; so the others join groups of their own until they are in as many.
+    """
+    count = len(dist.distributed_c10d._world.pg_names)
+    most = torch.tensor(count)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    for _ in range(int(most) - count):
+        _own_group([dist.get_rank()], timeout=timeout)
+
+
+def _own_group(ranks: Sequence[int], *, timeout: timedelta) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group(
+        list(ranks), timeout=timeout, use_local_synchronization=True
+    )
     return group
 
 

@@ -78,14 +78,15 @@ def _advantages() -> Iterator[Convention]:
         return Convention(topic="advantage", name=name, formula=formula, value=value, gradient=None)
 
     formulas: dict[Std, str] = {
-        "sample": "(r − mean of the group) / std of the group (ddof 1)",
-        "population": "(r − mean of the group) / std of the group (ddof 0)",
-        "none": "r − mean of the group",
+        "sample": "(reward − mean of the group) / std of the group (ddof 1)",
+        "population": "(reward − mean of the group) / std of the group (ddof 0)",
+        "none": "reward − mean of the group",
     }
     for std, formula in formulas.items():
         yield convention("grpo", std, f"advantage=grpo, std={std}", formula)
-    yield convention("rloo", "sample", "advantage=rloo", "r − mean of the group's other samples")
-    text = "c = r − mean of the group; (c − mean) / std over all tokens of the batch (ddof 1)"
+    text = "reward − mean of the group's other samples"
+    yield convention("rloo", "sample", "advantage=rloo", text)
+    text = "c = reward − mean of the group; (c − mean) / std over all tokens of the batch (ddof 1)"
     yield convention("reinforce++", "sample", "advantage=reinforce++", text)
 
 
@@ -170,9 +171,9 @@ def _kls() -> Iterator[Convention]:
 
 def _corrections() -> Iterator[Convention]:
     formulas: dict[CorrectionKind, str] = {
-        "token": "w = old / engine of the token",
-        "sequence": "w = product of old / engine over the row",
-        "geometric": "w = geometric mean of old / engine over the row",
+        "token": "w = exp(old − engine) of the token",
+        "sequence": "w = exp(Σ of old − engine over the row): the product of its ratios",
+        "geometric": "w = exp(mean of old − engine over the row): their geometric mean",
     }
     bounds: dict[CorrectionMode, str] = {
         "truncate": "min(w, cap)",

@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Callable
 from pathlib import Path
 
-from shardloop.errors import TaskError, UsageError
+from shardloop.errors import UsageError
 from shardloop.tasks.addition import addition_task
 from shardloop.tasks.base import (
     FiniteTask,
@@ -23,13 +23,14 @@ from shardloop.tasks.countdown import countdown_task
 from shardloop.tasks.gym import gym_task
 from shardloop.tasks.jsonl import jsonl_task
 from shardloop.tasks.sort import sort_task
+from shardloop.tasks.user import UserTask, user_task
 from shardloop.types import Task
-from shardloop.usercode import import_named, shown, told
 
 __all__ = [
     "TASKS",
     "FiniteTask",
     "Stops",
+    "UserTask",
     "env_maker",
     "evaluation_prompts",
     "load_task",
@@ -37,7 +38,6 @@ __all__ = [
     "stops_of",
 ]
 
-TASK_PARTS = ("name", "stop_text", "default_reward", "prompts")
 TASKS: dict[str, Callable[[], Task]] = {
     "sort": sort_task,
     "addition": addition_task,
@@ -61,30 +61,10 @@ def load_task(name: str) -> Task:
     if name.endswith(".jsonl"):
         return jsonl_task(Path(name))
     if ":" in name:
-        return _user_task(name)
+        return user_task(name)
     near = difflib.get_close_matches(name, TASKS, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise UsageError(
         f"task={name!r} is unknown; choose {', '.join(TASKS)}, gym:NAME,"
         f" package.module:function or a path ending in .jsonl{hint}"
     )
-
-
-def _user_task(name: str) -> Task:
-    function = import_named(name, setting="task")
-    if not callable(function):
-        raise UsageError(f"task={name!r} is a {type(function).__name__}, not a function")
-    try:
-        task: Task = function()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # the user's function may raise anything
-        raise TaskError(f"task={name!r} raised {told(error)}") from error
-    lacking = [part for part in TASK_PARTS if not hasattr(task, part)]
-    if lacking:
-        raise TaskError(
-            f"task={name!r} returned {shown(task)} without {', '.join(lacking)};"
-            " return a shardloop.tasks.FiniteTask, or anything with its members"
-        )
-    env_maker(task)
-    return task

@@ -98,20 +98,9 @@ def evaluation_prompts(task: Task, *, count: int, seed: int = 0) -> list[Prompt]
 
 
 def env_maker(task: Task) -> Callable[[Prompt], Env | None]:
-    """What makes the environment of each sample of a task; always None where it has none.
-
-    Raises:
-        TaskError: the task's `env` cannot be called.
-    """
+    """What makes the environment of each sample of a task; always None where it has none."""
     maker: Callable[[Prompt], Env | None] | None = getattr(task, "env", None)
-    if maker is None:
-        return no_env
-    if not callable(maker):
-        raise TaskError(
-            f"task {task.name}: env is a {type(maker).__name__}; it must be a function that takes a"
-            " prompt and returns an environment, or None"
-        )
-    return maker
+    return no_env if maker is None else maker
 
 
 def no_env(prompt: Prompt) -> None:

@@ -69,9 +69,11 @@ class Calculator:
         return ""
 
     def step(self, text: str) -> Observation:
-        if not text.endswith(CALL_ENDS):
+        # The token that holds the end of a call may hold more after it.
+        call, ended, _ = text.partition(CALL_ENDS)
+        if not ended:
             return Observation(text="", done=True)
-        return Observation(text=f"{compute(text.removesuffix(CALL_ENDS))}\n")
+        return Observation(text=f"{compute(call)}\n")
 
 
 def compute(call: str) -> str:

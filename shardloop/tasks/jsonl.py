@@ -4,7 +4,8 @@ One object a line:
 
     prompt     text, or a list of {"role", "content"} messages that go through the chat template
     answer     any JSON value: whatever the reward needs
-    solution   optional text to imitate in supervised fine-tuning
+    solution   optional text to imitate in supervised fine-tuning; or a list of texts, the policy's
+               and its environment's in turn
     split      optional "train" or "test", on every line or on none; without it 1 prompt in 10 is
                held out
     uid        optional name of the question; by default a hash of the prompt
@@ -87,14 +88,14 @@ def _read_row(line: bytes, where: str) -> _Row:
         fail(f"no field {' and no field '.join(missing)}")
     if (split := record.get("split")) not in (None, "train", "test"):
         fail(f"split={split!r}; choose train or test")
-    for name in ("solution", "uid"):
-        if not isinstance(record.get(name), str | None):
-            fail(f"{name} is {record[name]!r}; it must be text")
+    if not isinstance(record.get("uid"), str | None):
+        fail(f"uid is {record['uid']!r}; it must be text")
+    _check_solution(record.get("solution"), fail)
     return _row(record, where, fail)
 
 
 def _row(record: dict[str, Any], where: str, fail: Callable[[str], NoReturn]) -> _Row:
-    prompt = record["prompt"]
+    prompt, solution = record["prompt"], record.get("solution")
     _check_prompt(prompt, fail)
     key = json.dumps(prompt, sort_keys=True)
     return _Row(
@@ -106,7 +107,7 @@ def _row(record: dict[str, Any], where: str, fail: Callable[[str], NoReturn]) ->
             text=prompt if isinstance(prompt, str) else None,
             messages=None if isinstance(prompt, str) else tuple(prompt),
             answer=record["answer"],
-            solution=record.get("solution"),
+            solution=tuple(solution) if isinstance(solution, list) else solution,
         ),
     )
 
@@ -122,6 +123,15 @@ def _check_prompt(prompt: Any, fail: Callable[[str], NoReturn]) -> None:
         well_formed = isinstance(message, dict) and message.keys() == {"role", "content"}
         if not well_formed or not all(isinstance(value, str) for value in message.values()):
             fail(f'message {message!r}; each must be {{"role": text, "content": text}}')
+
+
+def _check_solution(solution: Any, fail: Callable[[str], NoReturn]) -> None:
+    texts = solution if isinstance(solution, list) else [solution or ""]
+    if not all(isinstance(text, str) for text in texts) or len(texts) % 2 == 0:
+        fail(
+            f"solution is {solution!r}; it must be text, or an odd number of texts: the policy's"
+            " and its environment's in turn"
+        )
 
 
 def _check_same_questions(rows: list[_Row]) -> None:
@@ -157,9 +167,14 @@ def _divide(rows: list[_Row], path: Path) -> tuple[list[Prompt], list[Prompt]]:
         sides[row.split or split_of(row.key)].append(row.prompt)
     for side, prompts in sides.items():
         if not prompts:
+            advice = (
+                'put "split": "train" or "test" on every line'
+                if unmarked
+                else f'mark some of them "split": "{side}"'
+            )
             raise TaskError(
-                f"{path}: none of its {len(rows)} prompts is in the {side} split; add lines, or put"
-                ' "split": "train" or "test" on every line'
+                f"{path}: none of its {len(rows)} prompts is in the {side} split; add lines, or "
+                f"{advice}"
             )
     return sides["train"], sides["test"]
 

@@ -187,3 +187,25 @@ def test_a_wrong_option_of_the_other_commands_is_one_clear_error(run, arguments,
     code, text = run(*arguments.split())
     assert (code, message in text) == (2, True), text
     assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        ("eval", ["--engine.sleep", "--workers.colocate"]),
+        ("generate", ["--engine.sleep", "--workers.colocate"]),
+        ("sft", ["--workers.colocate"]),
+    ],
+)
+def test_a_command_has_no_option_that_it_would_not_heed(run, command, flags) -> None:
+    code, text = run(command, "--help")
+    assert code == 0 and "--workers.timeout-s" in text
+    assert not [flag for flag in flags if flag in text]
+    for flag in flags:
+        assert run(command, flag, "cache")[0] == 2
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "sft"])
+def test_help_tells_every_kind_of_task(run, command) -> None:
+    _, text = run(command, "--help")
+    assert "package.module:function" in " ".join(text.replace("\u2502", " ").split())

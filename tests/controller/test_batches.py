@@ -251,3 +251,23 @@ def test_masking_correction_reports_what_it_cut() -> None:
     torch.testing.assert_close(batch.weights_N[batch.loss_mask_N], ratios * inside)
     assert metrics["cut_fraction"] == pytest.approx(1 - float(inside.double().mean()))
     assert 0.0 < metrics["cut_fraction"] < 1.0
+
+
+def test_where_the_correction_masks_out_every_advantage_no_step_is_made() -> None:
+    """AdamW would move the weights on a gradient of 0."""
+    settings = config(correction_mode="mask", correction_floor=0.5)
+    groups = random_groups(0)
+    batch = whole_batch(groups, settings, 0)
+    assert has_signal(batch, settings.grpo)
+    assert batch.weights_N is not None
+    silent = replace(batch, weights_N=torch.zeros_like(batch.weights_N))
+    assert not has_signal(silent, settings.grpo)
+    assert has_signal(silent, replace(settings.grpo, kl_coef=0.1)), "a KL term is not corrected"
+
+    far = RowEngine(lambda c: replace(c, full_T=tuple(v - 5.0 for v in c.full_T)))
+    world = World(far)
+    grpo = replace(CONFIG.grpo, correction_mode="mask")
+    steps = world.run(replace(CONFIG, grpo=grpo))
+    assert [step.metrics["update"] for step in steps] == [0] * 6
+    assert [step.metrics["cut_fraction"] for step in steps] == [1.0] * 6
+    assert "step" not in world.trainer_group.calls

@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from shardloop.controller import environments
-from shardloop.controller.rollouts import Rollout, Sampler
+from shardloop.controller.rollouts import Rollout, Sampler, solution_row
 from shardloop.controller.scoring import score_rollouts
 from shardloop.engines.scripted import ScriptedEngine
 from shardloop.errors import RewardError, TaskError
+from shardloop.hf import load_tokenizer
+from shardloop.hf.tokenizer import HFTokenizer
 from shardloop.rl.batch import make_batch
 from shardloop.tasks import no_env
+from shardloop.tiny import build_tiny
 from shardloop.types import Completion, Env, Observation, Prompt, Request, Reward, Sampling
 from tests.controller.fakes import engines_of
 
@@ -31,6 +34,9 @@ class PairTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return [self.PAIR if c == "\1" else ord(c) for c in text.replace("ab", "\1")]
+
+    def encode_plain(self, text: str) -> list[int]:
+        return self.encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join("ab" if i == self.PAIR else chr(i) for i in token_ids if i != END)
@@ -227,6 +233,53 @@ def test_each_sample_has_an_environment_of_its_own() -> None:
         prompts_of(2), samples_per_prompt=3, seed=0
     )
     assert [env.heard for env in made] == [["x?", "y"]] * 6
+
+
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_an_environment_is_of_one_sample_alone(num_samples: int) -> None:
+    shared = Parrot()
+    sampler = sampler_of(Recording(script("y|")), lambda prompt: shared)
+    with pytest.raises(TaskError, match=r"prompt 'u[01]' .*gave one that another sample has"):
+        sampler.rollout(prompts_of(2), samples_per_prompt=num_samples, seed=0)
+
+
+@pytest.fixture(scope="module")
+def spelling(tmp_path_factory: pytest.TempPathFactory) -> HFTokenizer:
+    """The tiny tokenizer, whose end is named by letters that it has."""
+    folder = build_tiny(tmp_path_factory.mktemp("tiny"), seed=0)
+    for path in folder.glob("*token*.json"):
+        path.write_text(path.read_text().replace("<eos>", "eos"))
+    return load_tokenizer(folder)
+
+
+def test_the_name_of_a_special_token_is_plain_text_in_an_observation(
+    spelling: HFTokenizer,
+) -> None:
+    (end,) = spelling.stop_token_ids
+    assert spelling.encode("1eos2") == [*spelling.encode("1"), end, *spelling.encode("2")]
+    letters = [spelling.encode(letter)[0] for letter in "1eos2"]
+    assert spelling.encode_plain("1eos2") == letters and end not in letters
+    assert spelling.encode("eos") == [end], "one call leaves nothing behind for the next"
+    turns = [spelling.encode("a>"), [*spelling.encode("b"), end]]
+
+    class Injecting(Parrot):
+        def step(self, text: str) -> Observation:
+            return Observation(text="1eos2", done=text == "b")
+
+    sampler = replace(
+        sampler_of(Recording(lambda r: turns[r.sample_id.turn]), lambda prompt: Injecting("eos")),
+        tokenizer=spelling,
+        sampling=Sampling(max_tokens=20, stop_token_ids=(end, spelling.encode(">")[0])),
+    )
+    completion = play_one(sampler)
+    assert completion.request.prompt_ids == (
+        *spelling.encode_prompt(prompts_of(1)[0]),
+        *letters[1:4],
+    )
+    assert completion.token_ids_T == (*turns[0], *letters, *turns[1], *letters)
+    prompt = Prompt(uid="u0", text="q", solution=("a>", "1eos2", "b"))
+    row = solution_row(prompt, spelling, 60)
+    assert row.answer_ids == (*turns[0], *letters, *turns[1])
 
 
 def judge(prompt: Prompt, text: str, *, finished: bool) -> Reward:

@@ -45,6 +45,11 @@ def test_a_solution_that_does_not_end_with_the_policy_is_refused(texts: tuple[st
         solution_row(Prompt(uid="u0", text="q", solution=texts), PairTokenizer(), 60)
 
 
+def test_a_solution_holds_nothing_but_texts() -> None:
+    with pytest.raises(TaskError, match=r"solution of prompt 'u0' .* holds 2; it must be text"):
+        solution_row(Prompt(uid="u0", text="q", solution=("a", 2, "b")), PairTokenizer(), 60)  # type: ignore[arg-type]
+
+
 def test_masked_solution_tokens_carry_no_loss() -> None:
     prompts = load_task("calculator").prompts("train", seed=0, start=0, count=20)
     rows = [solution_row(prompt, PairTokenizer(), 60) for prompt in prompts]

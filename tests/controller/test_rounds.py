@@ -10,7 +10,7 @@ import torch
 from shardloop.config import GRPOConfig, SamplingConfig, TrainConfig
 from shardloop.controller.rollouts import step_seed
 from shardloop.controller.rounds import round_seed
-from shardloop.types import Prompt
+from shardloop.types import Completion, Prompt
 from tests.controller.fakes import RowEngine
 from tests.controller.test_loop import CONFIG, World
 
@@ -127,3 +127,29 @@ def test_defaults_draw_one_round_and_keep_every_group() -> None:
     [step] = world.run(replace(CONFIG, steps=1, grpo=GRPOConfig(prompts_per_step=3)), reward=rarely)
     assert "rounds" not in step.metrics
     assert len(world.trainer.batches[0].offsets) - 1 == 3 * 16
+
+
+def test_a_group_that_is_masked_out_whole_is_not_kept() -> None:
+    """However different its rewards are, none of its completions is in the loss."""
+
+    def cut_off(completion: Completion) -> Completion:
+        is_even = int(completion.request.sample_id.prompt_uid.split("/")[1]) % 2 == 0
+        return replace(completion, finish_reason="length" if is_even else "stop")
+
+    world = World(RowEngine(cut_off))
+    varied = config(overlong="mask", samples_per_prompt=8)
+    steps = world.run(varied)
+    batches = iter(world.trainer.batches)
+    for step in steps:
+        rewards: dict[str, set[float]] = {}
+        for sample in step.samples:
+            rewards.setdefault(sample.prompt.uid, set()).add(sample.reward.value)
+        teaching = [
+            uid for uid, values in rewards.items() if len(values) > 1 and int(uid[2:]) % 2 == 1
+        ]
+        assert step.metrics["groups_kept"] == min(3, len(teaching)) > 0
+        silent = len(rewards) - len(teaching)
+        assert step.metrics["zero_signal_fraction"] == silent / len(rewards)
+        batch = next(batches)
+        ends = zip(batch.offsets[:-1], batch.offsets[1:], strict=True)
+        assert all(bool(batch.loss_mask_N[start:end].any()) for start, end in ends)

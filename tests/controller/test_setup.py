@@ -194,3 +194,25 @@ def test_a_broken_reward_of_the_user_is_found_before_the_start(tiny: Path) -> No
     with pytest.raises(RewardError, match=r"tried on an empty completion .*KeyError") as caught:
         resolve(replace(SMALL, reward=name), tiny)
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("dividing", "in turn 1 raised ZeroDivisionError"), ("sharing", "that another sample has")],
+)
+def test_a_broken_environment_is_found_before_the_start(
+    tiny: Path, name: str, message: str
+) -> None:
+    with pytest.raises(TaskError, match=rf"tried on an empty turn .*{message}"):
+        resolve(replace(SMALL, task=f"tests.tasks.user_tasks:{name}"), tiny)
+
+
+def test_what_is_told_of_a_run_names_its_environment_and_what_ends_a_turn(tiny: Path) -> None:
+    drawn = SamplingConfig(max_tokens=9, stop=("12", ">"))
+    grpo = replace(SMALL.grpo, aggregation="sequence-sum")
+    config = replace(SMALL, task="calculator", sampling=drawn, grpo=grpo)
+    told = describe(resolve(config, tiny), root=tiny)
+    assert "calculator, in turns with an environment, judged by final" in told
+    assert "at most 9 tokens over all turns, temperature 1, up to '>' or '12'" in told
+    assert "sequence-sum over 9;" in told
+    assert "environment" not in describe(resolve(SMALL, tiny), root=tiny)

@@ -1,8 +1,10 @@
 """What an error leaves behind: every request with its tokens; and that it comes out itself."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 
@@ -190,6 +192,25 @@ def test_ids_that_are_no_tuple_of_integers_are_refused(change, message):
     with pytest.raises(UsageError, match=message):
         engine.submit([good, bad])
     check_in_flight(engine, [])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": np.int64(3)}, r"seed=np\.int64\(3\); pass a Python integer"),
+        ({"seed": None}, "seed=None"),
+        ({"sample_id": SampleId(prompt_uid="p", index=np.int64(1))}, r"index=np\.int64\(1\)"),
+        ({"sample_id": SampleId(prompt_uid="p", index=0, turn=1.0)}, r"turn=1\.0"),
+        ({"sample_id": SampleId(prompt_uid=b"p", index=0)}, "prompt_uid=b'p'; pass a text"),
+    ],
+)
+def test_an_identity_that_noise_cannot_be_made_of_is_refused_and_stops_nobody_else(change, message):
+    good, other = requests_of("a", max_tokens=2)
+    engine = make_engine("llama")
+    with pytest.raises(UsageError, match=message):
+        engine.submit([good, replace(other, **change)])
+    check_in_flight(engine, [])
+    check_same(engine.generate([good]), undisturbed((good,)))
 
 
 @pytest.mark.parametrize("value", [torch.tensor(3.0), torch.ones(1), torch.ones(1, 32)])

@@ -1,5 +1,6 @@
 """Stop texts: the token that completes one ends the completion, wherever its characters lie."""
 
+import itertools
 import random
 
 import pytest
@@ -49,6 +50,44 @@ def test_tail_checks_find_what_the_whole_text_shows(texts, seed):
                 num_found += 1
                 break
     assert num_found > 0 or len(texts[0]) > 4
+
+
+def fallback_decoder(pieces: list[str | int]):
+    """As tokenizers that fall back to bytes: all bytes in a row are text, or none of them is."""
+
+    def decode(ids) -> str:
+        text = ""
+        for is_byte, group in itertools.groupby((pieces[i] for i in ids), lambda p: type(p) is int):
+            parts = list(group)
+            raw = bytes(parts) if is_byte else "".join(parts).encode()
+            try:
+                text += raw.decode()
+            except UnicodeDecodeError:
+                text += "\N{REPLACEMENT CHARACTER}" * len(raw)
+        return text
+
+    return decode
+
+
+@pytest.mark.parametrize("letters", ["🙂🙃", "🙂日a", "ab🙂", "é🙂 "])
+def test_a_row_of_bytes_that_is_text_only_as_a_whole_hides_no_stop_text(letters, seed):
+    rng, pieces = random.Random(seed), [*range(256), *"ab日 "]
+    decode, num_found = fallback_decoder(pieces), 0
+    for _ in range(25):
+        texts = ["".join(rng.choices(letters, k=rng.randint(1, 8))) for _ in range(2)]
+        ids: list[int] = []
+        for character in "".join(rng.choices(letters, k=30)) + texts[0]:
+            can_be_one = character in pieces and rng.random() < 0.5
+            ids += [pieces.index(character)] if can_be_one else character.encode()
+        if rng.random() < 0.3:
+            ids.insert(rng.randrange(len(ids)), 0x9F)
+        for end in range(1, len(ids) + 1):
+            whole = any(text in decode(ids[:end]) for text in texts)
+            assert StopTexts(decode).completed(request_with(*texts), ids[:end]) == whole
+            if whole:
+                num_found += 1
+                break
+    assert num_found > 0
 
 
 def test_only_the_tail_of_a_long_completion_is_decoded():

@@ -1,5 +1,8 @@
 """What cannot be equal bit for bit is refused at the start, with the reason."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,29 @@ def config(kind: str = "llama") -> DecoderConfig:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_this_machine_passes_the_trial(kind, dtype) -> None:
     check_invariance(config(kind), tp_size=1, dtype=dtype, device="cpu")
+
+
+TRIAL = """
+import torch
+from tests.invariant.test_check import KINDS, check_invariance, config
+for kind in KINDS:
+    for dtype in (torch.float32, torch.float64):
+        check_invariance(config(kind), tp_size=1, dtype=dtype, device="cpu")
+"""
+
+
+def test_this_machine_passes_the_trial_with_two_threads_of_older_routines() -> None:
+    older = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+    threads = {"OMP_NUM_THREADS": "2", "MKL_DYNAMIC": "FALSE"}
+    done = subprocess.run(
+        [sys.executable, "-c", TRIAL],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, **older, **threads},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_bfloat16_is_refused() -> None:

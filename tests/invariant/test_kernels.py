@@ -68,7 +68,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(seed, dtype, width) -> N
         row = torch.randn(1, width, generator=generator, dtype=dtype)
         alone = kernel(row)
         torch.testing.assert_close(alone, plain(row), rtol=0, atol=TOLERANCE[dtype] * width)
-        for num_rows in (2, 7, 64, 65, 130):
+        for num_rows in (2, 7, 48, 49, 130):
             place = int(torch.randint(0, num_rows, (), generator=generator))
             rows = 3 * torch.randn(num_rows, width, generator=generator, dtype=dtype)
             rows[place] = row[0]

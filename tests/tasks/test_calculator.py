@@ -10,7 +10,7 @@ from shardloop.tasks import env_maker, load_task, no_env
 from shardloop.tasks.base import FiniteTask
 from shardloop.tasks.calculator import REFUSED, Calculator, compute
 from shardloop.tiny import CHARACTERS
-from shardloop.types import Prompt
+from shardloop.types import Observation, Prompt
 
 
 def everything() -> tuple[set[tuple[int, int, int, bool]], set[tuple[int, int, int, bool]]]:
@@ -80,8 +80,13 @@ def test_a_call_that_is_no_operation_is_answered_not_evaluated(call: str) -> Non
 
 
 def test_a_turn_that_is_no_call_ends_the_episode() -> None:
-    for text in ("", "12", ">1", "1+2"):
+    for text in ("", "12", "1+2"):
         assert Calculator().step(text).done
+
+
+@pytest.mark.parametrize("rest", ["", "\n", ">", "9>"])
+def test_a_call_ends_where_its_stop_text_does_whatever_its_token_holds(rest: str) -> None:
+    assert Calculator().step(f"37*4>{rest}") == Observation(text="148\n")
 
 
 def test_a_task_of_yours_is_found_by_import_path() -> None:
@@ -98,7 +103,9 @@ def test_a_task_of_yours_is_found_by_import_path() -> None:
         ("lost:task", UsageError, "importing tests.tasks.lost failed: ModuleNotFoundError"),
         ("user_tasks:nothing", TaskError, "returned None without name, stop_text"),
         ("user_tasks:raises", TaskError, "raised KeyError: 'k'"),
-        ("user_tasks:odd_env", TaskError, "task single: env is a str; it must be a function"),
+        ("user_tasks:odd_env", TaskError, "env is a str; it must be a function"),
+        ("user_tasks:odd_stop", TaskError, "stop_text is ''; it must be text, and not empty"),
+        ("user_tasks:odd_reward", TaskError, "default_reward is None; it must be text"),
     ],
 )
 def test_a_task_of_yours_that_is_none_is_refused(
@@ -106,3 +113,17 @@ def test_a_task_of_yours_that_is_none_is_refused(
 ) -> None:
     with pytest.raises(kind, match=message):
         load_task(f"tests.tasks.{name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("raising_prompts", "making prompts of the test split raised ZeroDivisionError"),
+        ("no_prompts", "gave 'b'; it must be a Prompt"),
+        ("short", "gave 1 prompts of the test split when asked for 2; a stream begins anew"),
+    ],
+)
+def test_prompts_of_yours_that_are_none_are_refused_by_name(name: str, message: str) -> None:
+    task = load_task(f"tests.tasks.user_tasks:{name}")
+    with pytest.raises(TaskError, match=f"task='tests.tasks.user_tasks:{name}'.* {message}"):
+        task.prompts("test", seed=0, start=0, count=2)

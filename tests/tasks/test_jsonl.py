@@ -92,6 +92,9 @@ GOOD = {"prompt": "p", "answer": "a", "split": "train"}
         ({**GOOD, "prompt": "q", "anwser": "b"}, r"unknown fields \['anwser'\]"),
         ({**GOOD, "prompt": "q", "split": "dev"}, "split='dev'; choose train or test"),
         ({**GOOD, "prompt": "q", "solution": 4}, "solution is 4; it must be text"),
+        ({**GOOD, "prompt": "q", "solution": []}, r"solution is \[\]; .*an odd number of texts"),
+        ({**GOOD, "prompt": "q", "solution": ["a", "b"]}, "an odd number of texts"),
+        ({**GOOD, "prompt": "q", "solution": ["a", 1, "b"]}, "an odd number of texts"),
         ({**GOOD, "answer": "b"}, "again, with another answer"),
         ({**GOOD, "split": "test"}, "must not be trained on"),
         ({"prompt": "q", "answer": "a"}, "no field split"),
@@ -103,6 +106,14 @@ def test_a_fault_names_file_and_line(tmp_path: Path, line: Any, what: str) -> No
     with pytest.raises(TaskError, match=what) as caught:
         load_task(str(path))
     assert str(caught.value).startswith(f"{path}:3: ")
+
+
+def test_a_solution_may_be_several_turns(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"p{s}", "answer": "x", "split": s, "solution": ["a>", "1", "b"]}
+        for s in ("train", "test")
+    ]
+    assert load(write(tmp_path, *rows)).train[0].solution == ("a>", "1", "b")
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:

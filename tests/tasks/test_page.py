@@ -1,10 +1,12 @@
 """The page about tasks and rewards: its examples run, and its tables are those of the code."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+from shardloop.cli.main import main
 from shardloop.controller.environments import ANSWER_TIMEOUT_S
 from shardloop.rewards import MOST, REWARDS, load_reward, score
 from shardloop.tasks import TASKS, env_maker, load_task
@@ -20,6 +22,25 @@ def block(language: str, *, having: str = "") -> str:
     blocks = re.findall(rf"^```{language}\n(.*?)^```", TEXT, flags=re.MULTILINE | re.DOTALL)
     (found,) = [block for block in blocks if having in block]
     return found
+
+
+def commands() -> list[list[str]]:
+    """The arguments of each `shardloop` line of the page that names this page's own files."""
+    fences = re.findall(r"^```bash\n(.*?)^```", TEXT, flags=re.MULTILINE | re.DOTALL)
+    return [line.split()[1:] for fence in fences for line in fence.splitlines()]
+
+
+@pytest.mark.parametrize("arguments", commands(), ids=" ".join)
+def test_its_commands_are_accepted_as_printed(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("questions.jsonl").write_text(block("json"))
+    Path("checks.py").write_text(block("python", having="def reward("))
+    Path("games.py").write_text(block("python", having="class Guess"))
+    for name in ("checks", "games"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert main([*arguments, "--check"]) == 0
 
 
 def first_column(header: str) -> list[str]:
