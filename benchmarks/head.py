@@ -245,9 +245,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if not (args.anyway or args.smoke):
         require_quiet(1.5)
-    cases, rounds = FULL, 5
-    if args.quick or args.smoke:
-        cases, rounds = (QUICK, 3) if args.quick else (SMOKE, 1)
+    cases = SMOKE if args.smoke else QUICK if args.quick else FULL
+    rounds = 1 if args.smoke else 3
     print("  ".join(f"{name} {value}" for name, value in environment().items()))
     if not args.smoke:
         print(f"copying: {memory_bytes_per_s() / 1e9:.1f} GB per CPU second, read plus written")

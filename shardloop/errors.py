@@ -84,3 +84,9 @@ class DownloadError(ShardloopError):
 
 class Interrupted(ShardloopError):
     exit_code = 130
+
+
+def how_to_install(extra: str) -> str:
+    """What an error about a missing extra tells to do."""
+    checkout = f".venv/bin/pip install -c constraints.txt -e '.[{extra}]'"
+    return f"pip install 'shardloop[{extra}]' (in a checkout: {checkout})"

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from shardloop.errors import DownloadError, UsageError
+from shardloop.errors import DownloadError, UsageError, how_to_install
 from shardloop.hf import save_hf_folder
 
 WHAT = "SmolLM2-135M-Instruct, 4-bit weights dequantised"
@@ -70,7 +70,7 @@ def fetch_smollm2(cache_dir: Path | None = None, *, say: Callable[[str], None] =
         return folder
     if importlib.util.find_spec("gguf") is None:
         raise UsageError(
-            "model=smollm2 needs the extra that reads its weights: pip install 'shardloop[smollm2]'"
+            "model=smollm2 needs the extra that reads its weights: " + how_to_install("smollm2")
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{FOLDER}.") as temporary:

@@ -1,6 +1,7 @@
 """Settings of every test: one thread, no network, the seed of randomised tests in the header."""
 
 import os
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -11,6 +12,8 @@ import torch
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
+    # A shell that starts the tests in the background has them ignore Ctrl-C, and tests send it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header() -> str:

@@ -25,9 +25,7 @@ class GenerateOptions(SampleOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateCommand:
-    """Complete prompts with a model folder, by our own engine: no task, one turn. A completion is
-    printed after [why it ended, log-prob]: stop (it ended itself) or length (cut off), and the sum
-    of the log-probs of its tokens at temperature 1 (greedy) or at the temperature given."""
+    """Complete prompts with a model folder, by our own engine: no task, one turn."""
 
     options: Annotated[GenerateOptions, tyro.conf.arg(name="")]
     prompt: tuple[str, ...]
@@ -35,7 +33,9 @@ class GenerateCommand:
     chat: bool = False
     """Put each text through the model's chat template, as a user's message."""
     samples: int = 1
-    """Completions of each prompt."""
+    """Completions of each prompt. Before each stand, in brackets, how it ended (stop: by itself;
+    length: cut off by max-tokens) and its log-prob: the sum over its tokens, stop token included,
+    at the temperature it was drawn with (1 if greedy)."""
 
 
 def run(arguments: Sequence[str]) -> int:

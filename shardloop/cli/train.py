@@ -165,17 +165,18 @@ def starting_config(arguments: Sequence[str]) -> tuple[TrainConfig, str]:
     if preset is None and model is not None and model not in PRESETS:
         if flag_value(arguments, "--task") is None:
             raise UsageError(f"--model {model} needs a task: add --task NAME or FILE.jsonl")
-        return TrainConfig(), with_task(Path(model).name or "model", arguments)
+        return TrainConfig(), with_task(Path(model).name or "model", arguments, own=None)
     name = preset if preset is not None else (model or "tiny")
     if name not in PRESETS:
         raise UsageError(f"no preset {name!r}; choose from {', '.join(sorted(PRESETS))}")
-    return PRESETS[name], with_task(name, arguments)
+    return PRESETS[name], with_task(name, arguments, own=PRESETS[name].task)
 
 
-def with_task(label: str, arguments: Sequence[str]) -> str:
-    """The label, with the task where a flag names one: a file by its name without its folder."""
+def with_task(label: str, arguments: Sequence[str], *, own: str | None) -> str:
+    """The label, with the task where a flag names another than the preset's own: of a path its
+    last part."""
     task = flag_value(arguments, "--task")
-    if task is None:
+    if task in (None, own):
         return label
     name = PurePath(task).name.removesuffix(".jsonl")
     return f"{label}-{re.sub(r'[^A-Za-z0-9._]+', '-', name)}"

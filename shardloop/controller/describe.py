@@ -17,7 +17,12 @@ from shardloop.tasks import env_maker, no_env
 
 WIDTH = 12
 """Of the first column."""
-MOST_EXAMPLE = 120
+VERBATIM = ("model", "task", "folder")
+"""Lines with paths or texts of the user's, which no line break may alter."""
+_WRAPPER = textwrap.TextWrapper(
+    width=100, subsequent_indent=" " * WIDTH, break_long_words=False, break_on_hyphens=False
+)
+MOST_EXAMPLE = 72
 """Characters of the example prompt that are shown."""
 
 
@@ -42,13 +47,14 @@ def describe(setup: Setup, *, root: Path) -> str:
         "each sync": _wire(setup),
         "folder": str(root),
     }
-    return "\n".join(_wrapped(f"{name:<{WIDTH}}{text}") for name, text in lines.items())
+    rows = {name: f"{name:<{WIDTH}}{text}" for name, text in lines.items()}
+    return "\n".join(row if name in VERBATIM else _wrapped(row) for name, row in rows.items())
 
 
 def _wrapped(text: str) -> str:
     """Lines of at most 100 columns; the further ones begin under the second column."""
     lines = text.split("\n")
-    wraps = [textwrap.wrap(line, 100, subsequent_indent=" " * WIDTH, **KEEP) for line in lines]
+    wraps = [_WRAPPER.wrap(line) for line in lines]
     return "\n".join(line for wrap in wraps for line in wrap)
 
 
@@ -176,8 +182,8 @@ def _wire(setup: Setup) -> str:
     moved = cost(setup.proof.plan, itemsize=itemsize)
     return (
         f"{_size(moved.wire_bytes)} on the wire, least possible {_size(moved.minimum_bytes)}\n"
-        f"{'':{WIDTH}}the busiest rank sends {moved.send_imbalance:.2f} times the mean of the "
-        f"senders, and receives {moved.receive_imbalance:.2f} times that of the receivers"
+        f"{'':{WIDTH}}busiest sender {moved.send_imbalance:.2f} times the mean sender, "
+        f"busiest receiver {moved.receive_imbalance:.2f} times the mean receiver"
     )
 
 

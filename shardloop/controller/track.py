@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardloop.config import Tracker
-from shardloop.errors import UsageError
+from shardloop.errors import UsageError, how_to_install
 from shardloop.metrics import writing
 
 
@@ -33,7 +33,7 @@ class TensorBoardSink:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise UsageError(
-                "track=tensorboard needs the extra: pip install 'shardloop[track]'"
+                f"track=tensorboard needs an extra: {how_to_install('track')}"
             ) from error
         self._folder = folder
         with writing(folder):

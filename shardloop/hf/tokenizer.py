@@ -112,8 +112,8 @@ def load_tokenizer(model_dir: Path) -> HFTokenizer:
     generation_config.json and config.json, in this order.
 
     Raises:
-        ModelError: there is no such folder, or it has no tokenizer, or one that cannot be read; it or a stop id exceeds
-            the model's vocabulary.
+        ModelError: there is no such folder, or it has no tokenizer, or one that cannot be read; it
+            or a stop id exceeds the model's vocabulary.
     """
     demand_model_folder(model_dir)
     if not (model_dir / "tokenizer.json").is_file():

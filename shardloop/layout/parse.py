@@ -10,6 +10,8 @@ from shardloop.errors import LayoutError
 AXES = {"hf": ("dp", "fsdp", "tp"), "engine": ("replicas", "tp")}
 """Schemes and their axes. hf: dp replicates, fsdp chunks dim 0, tp cuts by meaning. engine: fused
 tensors cut by tp, the whole repeated `replicas` times."""
+KINDS = {"hf": "a training", "engine": "an engine"}
+"""What a layout of each scheme is called in messages."""
 DEFAULT_SCHEME = "hf"
 
 

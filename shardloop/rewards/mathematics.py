@@ -7,7 +7,7 @@ import logging
 import threading
 from typing import Any
 
-from shardloop.errors import RewardError, UsageError
+from shardloop.errors import RewardError, UsageError, how_to_install
 from shardloop.types import Prompt
 
 TIME_LIMIT_S = 5
@@ -41,9 +41,7 @@ def _math_verify() -> tuple[Any, Any]:
     try:
         from math_verify import parse, verify
     except ModuleNotFoundError as error:
-        raise UsageError(
-            f"reward math: needs the extra: pip install 'shardloop[math]' ({error})"
-        ) from error
+        raise UsageError(f"reward math: {error}; {how_to_install('math')}") from error
     # It warns at every call without a time limit.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return parse, verify

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from shardloop.errors import TaskError, UsageError
+from shardloop.errors import TaskError, UsageError, how_to_install
 from shardloop.tasks.base import split_of, stable_hash
 from shardloop.types import Prompt, Split
 
@@ -29,9 +29,7 @@ def gym_dataset(generator: str) -> Any:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ModuleNotFoundError as error:
-        raise UsageError(
-            f"task gym:{generator}: needs the extra: pip install 'shardloop[gym]' ({error})"
-        ) from error
+        raise UsageError(f"task gym:{generator}: {error}; {how_to_install('gym')}") from error
     if generator not in DATASETS:
         near = difflib.get_close_matches(generator, DATASETS, n=5, cutoff=0.5)
         hint = (

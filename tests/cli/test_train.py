@@ -26,6 +26,7 @@ class FakeRuns:
     def __init__(self) -> None:
         self.begun: list[tuple[str, int]] = []
         self.during: Callable[[TrainConfig], None] = lambda config: None
+        self.after: Callable[[TrainConfig], None] = lambda config: None
 
     def train(
         self, config: TrainConfig, folder: RunFolder, *, resume: bool, stop_requested: Any
@@ -38,6 +39,7 @@ class FakeRuns:
         evals = [{"step": s, "prompts": 4, "greedy": 0.5, "sampled": 0.25} for s in (0, 1)]
         folder.evals.write_text("".join(json.dumps(record) + "\n" for record in evals))
         folder.report.write_text(f"report of seed {config.seed}\n")
+        self.after(config)
 
 
 @pytest.fixture
@@ -144,18 +146,49 @@ def test_what_makes_it_another_run_is_refused_on_resume(
     assert "9 steps of 16 prompts" in capsys.readouterr().out
 
 
-def test_a_row_shows_updates_and_the_time_and_stands_under_its_header() -> None:
+def test_a_row_shows_signal_and_the_time_and_stands_under_its_header() -> None:
     metrics = {
-        **{"step": 3, "reward": 0.5, "update": 0, "tokens_per_s": 10.0, "elapsed_s": 3725.9},
-        "seconds": {"sync": 0.25},
+        **{"step": 3, "reward": 0.5, "zero_signal_fraction": 0.75},
+        **{"step_s": 1.5, "elapsed_s": 3725.9, "seconds": {"sync": 0.25}},
     }
     head, line = header(), row(metrics)
     cells = line.split()
-    assert cells[:8] == ["3", "0.500", "-", "-", "-", "0", "10", "1:02:05"]
+    assert cells[:8] == ["3", "0.500", "25%", "-", "-", "-", "1.50", "1:02:05"]
     assert head.index("elapsed") + len("elapsed") == line.index("1:02:05") + len("1:02:05")
     timed = row({**metrics, "to_go_s": 62.5})
-    assert head.index("to go") + len("to go") == timed.index("1:02 ") + len("1:02")
+    assert head.index("to go") + len("to go") == timed.rindex("1:02") + len("1:02")
+    assert len(head) == len(line) <= 100
+    assert header(verbose=True).startswith(head) and "sync" not in head
+    assert row(metrics, verbose=True).split()[9:] == ["0.25", *["0.00"] * 5]
     assert [clock(s) for s in (0.9, 61, 3600)] == ["0:00", "1:01", "1:00:00"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "label"),
+    [
+        ([], "tiny"),
+        (["--task", "sort"], "tiny"),
+        (["--task", "games:task"], "tiny-games-task"),
+        (["--preset=calculator", "--task=data/my questions.jsonl"], "calculator-my-questions"),
+        (["--model", "models/qwen", "--task", "sort"], "qwen-sort"),
+    ],
+)
+def test_a_run_is_named_by_its_preset_and_by_a_task_that_is_not_the_presets(
+    arguments: list[str], label: str
+) -> None:
+    assert command.starting_config(arguments)[1] == label
+
+
+def test_the_report_in_a_terminal_has_no_picture(
+    runs: FakeRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def picture(config: TrainConfig) -> None:
+        report = f"report of seed {config.seed}\n\n![reward](curve.png)\n"
+        (tmp_path / "tiny-seed0" / "report.md").write_text(report)
+
+    runs.after = picture
+    assert main(["train", "--quiet", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "report of seed 0\n"
 
 
 def test_the_time_to_go_counts_what_lies_between_steps_and_only_what_was_seen() -> None:

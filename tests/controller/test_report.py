@@ -108,7 +108,7 @@ def test_a_report_shows_before_and_after_with_intervals(tmp_path: Path) -> None:
     assert ["log-prob gap of engine and trainer, largest", "3.0e-05"] in rows
     assert ["tokens a second, median", "–"] in rows
     assert ["steps with an update", "20 of 30"] in rows
-    assert ["wall time, start and evaluations included", "1:01:30 h"] in rows
+    assert ["wall time, start and evaluations included", "1 h 1 min 30 s"] in rows
     assert "Model tiny, task sort judged by exact, seed 0" in text
     assert "engine:tp=2 on ranks of its own" in text
     assert (tmp_path / "run-a" / "curve.png").is_file()
@@ -198,7 +198,7 @@ def test_what_cannot_be_written_is_an_error_that_names_the_file(tmp_path: Path) 
 
 def test_runs_of_other_settings_are_not_averaged(tmp_path: Path) -> None:
     roots = [make_run(tmp_path / "a"), make_run(tmp_path / "b", steps=7)]
-    with pytest.raises(UsageError, match="differ in more than their seed"):
+    with pytest.raises(UsageError, match=r"more than their seed: steps is 150 and 7\. Report"):
         seeds_report(roots)
     RunFolder(roots[0]).evals.write_text("")
     with pytest.raises(UsageError, match="no evaluation before and after"):

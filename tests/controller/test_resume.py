@@ -42,6 +42,7 @@ from tests.controller.fakes import (
     RowTrainer,
     engines_of,
 )
+from tests.controller.pages import unexplained
 
 CONFIG = TrainConfig(
     reward="tests.controller.test_resume:share_of_a",
@@ -306,7 +307,7 @@ def test_wall_time_goes_on_where_the_kept_part_of_a_run_ended(tmp_path: Path) ->
     resumed(folder)
     elapsed = [record["elapsed_s"] for record in read_jsonl(folder.metrics)]
     assert elapsed[:2] == [1000.0, 1000.0] and 1000.0 < elapsed[2] < elapsed[4] < 1100.0
-    assert "| 0:16:4" in folder.report.read_text()
+    assert "| 16 min 4" in folder.report.read_text()
 
 
 def test_a_run_that_never_had_signal_says_so(tmp_path: Path) -> None:
@@ -315,6 +316,21 @@ def test_a_run_that_never_had_signal_says_so(tmp_path: Path) -> None:
     notes = [event.text for event in train(flat, folder) if isinstance(event, Note)]
     assert sum("no update in 10 steps" in note for note in notes) == 1
     assert "0 of 12" in folder.report.read_text()
+
+
+def test_a_run_that_only_its_kl_term_moves_says_so(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    pulled = replace(CONFIG.grpo, kl_coef=0.1)
+    flat = replace(CONFIG, grpo=pulled, reward="tests.controller.test_resume:always_half", steps=11)
+    notes = [event.text for event in train(flat, folder) if isinstance(event, Note)]
+    assert sum("only the KL or entropy term moves the weights in 10" in note for note in notes) == 1
+
+
+def test_the_page_of_metrics_explains_all_that_a_run_writes(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    grpo = replace(CONFIG.grpo, kl_coef=0.1, resample_rounds=1)
+    list(train(replace(CONFIG, grpo=grpo), folder))
+    assert unexplained(folder) == set()
 
 
 def test_gpus_that_are_not_there_are_refused_before_the_start(

@@ -25,6 +25,7 @@ from shardloop.controller.run import train
 from shardloop.controller.rundir import RunFolder, create_run_folder
 from shardloop.errors import Interrupted
 from shardloop.metrics import read_jsonl
+from tests.controller.pages import unexplained
 from tests.repo.source import ROOT
 
 STEPS = 4
@@ -71,6 +72,12 @@ def test_a_run_tells_every_step_and_leaves_what_it_promises(
     assert sorted(p.name for p in folder.checkpoints.iterdir()) == ["step-000002", "step-000004"]
     assert "held-out reward, greedy" in folder.report.read_text()
     assert folder.curve.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_of_metrics_explains_all_that_real_ranks_report(
+    whole_run: tuple[RunFolder, list[Event]],
+) -> None:
+    assert unexplained(whole_run[0]) == set()
 
 
 def test_engine_and_trainer_agree_and_the_first_kl_is_zero(
