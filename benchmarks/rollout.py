@@ -172,8 +172,8 @@ class Limits:
         limit = max(compute, reading)
         return (
             f"limit {limit:.2f} CPU s, set by {bound} (products {compute:.2f} s, reading weights "
-            f"{reading:.2f} s); ours takes {cpu_s:.2f} s, {limit / cpu_s:.0%} of the limit: "
-            f"the other {1 - limit / cpu_s:.0%} are attention, sampling and Python"
+            f"{reading:.2f} s); ours takes {cpu_s:.2f} s, so it reaches {limit / cpu_s:.0%} of the "
+            "limit; the rest is attention, sampling and Python"
         )
 
 
