@@ -2,7 +2,7 @@
 
     sync ─▶ rollout ─▶ score ─▶ recompute ─▶ advantage ─▶ update
      │        │  ▲         │      │             │            │
-     │        │  └─────────┘      trainer's     rewards of   clipped loss, optimizer,
+     │        │  └─────────┘      trainer's     rewards of   chosen loss, optimizer,
      │        │  further rounds   log-probs,    each group   version v + 1
      │        │  (`rounds`)       engine asleep (`batches`)
      engine wakes and takes the trainer's weights (version v)

@@ -40,11 +40,6 @@ class Scores:
     samples: Sequence[Sample]
     """P x G of them, the samples of a prompt side by side."""
 
-    @property
-    def num_flat_groups(self) -> int:
-        """Groups whose rewards are all equal: they have nothing to teach."""
-        return int((self.rewards_PG.amax(1) == self.rewards_PG.amin(1)).sum())
-
 
 def score_rollouts(
     rollouts: Sequence[Rollout], *, reward: RewardFn, tokenizer: Tokenizer
