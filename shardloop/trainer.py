@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardloop import hf
-from shardloop.checkpoint import load_checkpoint, save_checkpoint
+from shardloop.checkpoint import Saver, SaveReport, load_checkpoint
 from shardloop.config import GRPOConfig, OptimConfig, TrainerConfig
 from shardloop.errors import PolicyDiverged, UsageError
 from shardloop.families import canonical_model
@@ -45,8 +45,9 @@ PolicyName = Literal["current", "reference"]
 class Trainer:
     """Policy, optional reference policy and AdamW, cut over the ranks of one role.
 
-    Collective over the role's group: the constructor and every method but `shards`, `layout` and
-    `advance_version`; all ranks call them in the same order with the same arguments.
+    Collective over the role's group: the constructor and every method but `shards`, `layout`,
+    `is_saving` and `advance_version`; all ranks call them in the same order with the same
+    arguments.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Trainer:
         self.version = 0
         """Optimizer batches applied: `step` leaves it alone, `advance_version` adds one."""
         self._group = group
+        self._saver = Saver(group, timeout_s=context.collective_timeout_s)
         self._device = context.device
         self._config = config
         self._model_dir = model_dir
@@ -249,26 +251,56 @@ class Trainer:
         """Where the elements of `shards` lie in the model."""
         return make_layout(canonical_model(self._hf_config), self._config.layout)
 
-    def save(self, path: Path, *, extra: Mapping[str, Any] | None = None) -> None:
+    def save(
+        self,
+        path: Path,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        keep: int | None = None,
+        background: bool = False,
+    ) -> None:
         """Write weights, moments, reference and version, with the driver's `extra` beside them.
 
+        That is all the state there is: the learning rate is an argument of `step`, and nothing here
+        draws random numbers.
+
+        Args:
+            keep: newest checkpoints that stay in the folder of `path`; None: all.
+            background: return as soon as all of it is copied, and write while training goes on.
+                A save before is waited for.
         Raises:
-            CheckpointError: on every rank; earlier checkpoints are intact.
+            CheckpointError: on every rank; earlier checkpoints are intact. In the background it is
+                the next `save` or `finish_save` that raises it.
         """
-        save_checkpoint(
+        self._saver.save(
             path,
             self._checkpoint_state(),
             version=self.version,
             extra=extra or {},
-            group=self._group,
+            keep=keep,
+            background=background,
         )
+
+    def is_saving(self) -> bool:
+        """Whether this rank still writes a checkpoint in the background."""
+        return self._saver.is_writing()
+
+    def finish_save(self) -> SaveReport | None:
+        """Waits for the last save and tells its seconds; None if that was told already.
+
+        Raises:
+            CheckpointError: on every rank; it has failed, earlier checkpoints are intact.
+        """
+        return self._saver.finish()
 
     def load(self, path: Path) -> dict[str, Any]:
         """Take all of that from a checkpoint of any number of ranks; returns the driver's `extra`.
 
         Raises:
-            CheckpointError: on every rank; it does not fit this trainer, or cannot be read.
+            CheckpointError: on every rank; it does not fit this trainer, or cannot be read; or a
+                save in the background has failed.
         """
+        self._saver.finish()
         restored = load_checkpoint(path, self._checkpoint_state(), group=self._group)
         self._optimizer.zero_grad()
         self.version = restored.version
@@ -289,21 +321,30 @@ class Trainer:
     def export(self, path: Path) -> None:
         """Write the policy as a Hugging Face folder with the tokenizer of `model_dir`.
 
-        Weights are gathered one at a time; only rank 0 keeps them.
+        Weights are gathered one at a time, and rank 0 writes each before the next.
 
         Raises:
             CheckpointError: on every rank; the folder cannot be written.
         """
+        weights = list(self._policy.named_parameters())
+        gathered = (full_tensor(weight) for _, weight in weights)
         is_first = dist.get_rank(self._group) == 0
-        tensors = {}
-        for name, weight in self._policy.named_parameters():
-            whole = full_tensor(weight)
-            if is_first:
-                tensors[name] = whole.cpu()
 
         def write() -> None:
-            hf.save_hf_folder(
-                path, config=self._hf_config, tensors=tensors, tokenizer_from=self._model_dir
+            hf.write_hf_folder(
+                path,
+                config=self._hf_config,
+                specs={name: hf.TensorSpec(tuple(w.shape), w.dtype) for name, w in weights},
+                read=lambda _: next(gathered).cpu(),
+                tokenizer_from=self._model_dir,
             )
 
-        together(self._group, lambda: write() if is_first else None, path=path)
+        def take_part() -> None:
+            try:
+                if is_first:
+                    write()
+            finally:  # also where writing failed: the other ranks wait in every gather
+                for _ in gathered:
+                    pass
+
+        together(self._group, take_part, path=path)

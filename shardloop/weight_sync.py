@@ -4,11 +4,13 @@
     ─────────────────────────                                    ────────────────────
     agree on version and tensors     error: nothing changed      generates with the old weights
     engine.begin_update(version)                                 refuses to generate
-    execute_p2p                      error: half written         refuses to generate
+    the transport moves              error: half written         refuses to generate
     fingerprints of both sides       differ: FingerprintError    refuses to generate
     engine.commit_update()           error: run cannot go on     generates with the new weights
 
 A step starts on a rank when the one before has passed on all of them; a failed step raises on all.
+The next sync after a failed one begins again and writes everything; its report names the version
+that was left half written.
 """
 
 import time
@@ -20,19 +22,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardloop.config import TransportName
 from shardloop.errors import PlanError, ShardloopError
 from shardloop.parallel.agree import agree, all_reduce
+from shardloop.reshard.copies import find_copies
 from shardloop.reshard.cost import cost
-from shardloop.reshard.fingerprint import check_fingerprints, find_copies, local_fingerprints
-from shardloop.reshard.p2p import (
-    BUCKET_BYTES,
-    Tensors,
-    TransferReport,
-    check_tensors,
-    execute_p2p,
-)
+from shardloop.reshard.fingerprint import check_fingerprints, local_fingerprints, num_prints
 from shardloop.reshard.plan import Plan
 from shardloop.reshard.verify import Proof
+from shardloop.transport.base import BUCKET_BYTES, TransferReport, check_members, check_tensors
+from shardloop.transport.buckets import Tensors
+from shardloop.transport.choice import check_transport, make_transport
+from shardloop.transport.relay import Relay
 
 
 class Source(Protocol):
@@ -64,9 +65,17 @@ class SyncReport:
     check_seconds: float
     """Of these, for the fingerprints."""
     wire_bytes: int
-    """Sent over the wire, measured, by all ranks."""
+    """Sent to other ranks, measured, by all ranks."""
+    received_bytes: int
+    """Received from other ranks, by all ranks."""
+    source_bytes: int
+    """Of the sent bytes, those that left the source ranks: in a relay, one replica's."""
     minimum_bytes: int
     """What the destinations need and do not already hold, by the plan."""
+    peak_extra_bytes: int
+    """Most that any rank staged."""
+    replaced_version: int | None
+    """The version that a failed update had left half written, and this one wrote over."""
     transfer: TransferReport
     """This rank's share."""
 
@@ -79,9 +88,10 @@ class WeightSync:
         trainer: Source | None,
         engine: Target | None,
         *,
-        proof: Proof,
+        proof: Proof | Relay,
         group: dist.ProcessGroup,
         dtype: torch.dtype,
+        transport: TransportName = "p2p",
         bucket_bytes: int = BUCKET_BYTES,
         timeout_s: float = 60.0,
     ) -> None:
@@ -90,26 +100,44 @@ class WeightSync:
         Args:
             trainer: on the source ranks of the plan, None elsewhere.
             engine: on the destination ranks, None elsewhere. Colocated ranks have both.
-            proof: of the plan from the trainer's layout to the engine's.
+            proof: of the plan from the trainer's layout to the engine's; or a relay, by whose
+                chain the replicas of the engine pass the weights on.
             group: contains all ranks of both sides.
-            dtype: of the engine's tensors; the trainer's are converted to it.
+            dtype: of the engine's tensors, but for those whose dtype the model declares; the
+                trainer's are converted to it.
+            transport: see `transport.choice`.
             bucket_bytes, timeout_s: see `execute_p2p`.
         Raises:
             PlanError: on all ranks: different plans, or a role without its object.
+            WorkerDied, WorkerTimeout: "shm": the ranks are not on one host.
         """
         self._trainer, self._engine = trainer, engine
-        self._proof, self._group, self._dtype = proof, group, dtype
-        self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
-        plan = proof.plan
-        self._minimum_bytes = cost(plan, itemsize=dtype.itemsize).minimum_bytes
+        self._proofs = proof.proofs if isinstance(proof, Relay) else (proof,)
+        self._group, self._dtype, self._timeout_s = group, dtype, timeout_s
+        self._open_version: int | None = None
+        plans = [each.plan for each in self._proofs]
+        self._minimum_bytes = sum(cost(p, itemsize=dtype.itemsize).minimum_bytes for p in plans)
         fault: PlanError | None = None
         try:
-            self._src_copies, self._dst_copies = find_copies(plan.src), find_copies(plan.dst)
-            _check_roles(plan, trainer, engine)
+            self._copies = find_copies(plans[0].src), find_copies(plans[0].dst)
+            _check_roles(plans, trainer, engine)
+            check_transport(proof, transport)
+            for plan in plans:
+                check_members(plan, group)
         except PlanError as error:
             fault = error
+        digests = " ".join(each.digest for each in self._proofs)
+        same = f"plan {digests}, dtype={dtype}, {transport=}, {bucket_bytes=}"
         what = "the set-up of the weight sync"
-        agree(group, fault=fault, same=f"plan {proof.digest}", what=what, timeout_s=timeout_s)
+        agree(group, fault=fault, same=same, what=what, timeout_s=timeout_s)
+        self._transport = make_transport(
+            proof,
+            transport,
+            dtype=dtype,
+            group=group,
+            bucket_bytes=bucket_bytes,
+            timeout_s=timeout_s,
+        )
 
     def sync(self, version: int) -> SyncReport:
         """Collective over the group: the engine holds the trainer's weights `version` afterwards.
@@ -131,29 +159,31 @@ class WeightSync:
             what=f"the update to version {version}",
             timeout_s=self._timeout_s,
         )
+        replaced, self._open_version = self._open_version, version
         if self._engine:
             self._engine.begin_update(version)
-        transfer = execute_p2p(
-            self._proof,
-            src=src,
-            dst=dst,
-            dtype=self._dtype,
-            group=self._group,
-            bucket_bytes=self._bucket_bytes,
-            timeout_s=self._timeout_s,
-        )
+        transfer = self._transport.move(src, dst)
         transferred = time.perf_counter()
-        wire_bytes = self._check_weights(src, dst, transfer.bytes_sent)
+        counters = self._check_weights(src, dst, transfer)
         self._commit(version)
+        self._open_version = None
         end = time.perf_counter()
         return SyncReport(
             version=version,
             seconds=end - start,
             check_seconds=end - transferred,
-            wire_bytes=wire_bytes,
+            wire_bytes=counters[0],
+            received_bytes=counters[1],
+            source_bytes=counters[2],
             minimum_bytes=self._minimum_bytes,
+            peak_extra_bytes=max(counters[3:]),
+            replaced_version=replaced,
             transfer=transfer,
         )
+
+    def close(self) -> None:
+        """Give the transport's memory and connections back; no rank waits for another."""
+        self._transport.close()
 
     def _commit(self, version: int) -> None:
         """Collective over the group: passes when every engine rank has accepted its weights."""
@@ -173,44 +203,59 @@ class WeightSync:
                 f"{self._trainer.version}; pass the trainer's version"
             )
         try:
-            plan = self._proof.plan
+            plan = self._plan_of(dist.get_rank())
             check_tensors(plan, dist.get_rank(), src=src, dst=dst, dtype=self._dtype)
         except PlanError as error:
             return error
         return None
 
-    def _check_weights(self, src: Tensors | None, dst: Tensors | None, bytes_sent: int) -> int:
-        """Collective over the group: compare the fingerprints of both sides; all bytes sent."""
-        plan, rank, names = self._proof.plan, dist.get_rank(), self._src_copies.names
-        sides = (
-            (plan.src, plan.src_ranks, src, self._src_copies),
-            (plan.dst, plan.dst_ranks, dst, self._dst_copies),
-        )
+    def _plan_of(self, rank: int) -> Plan:
+        """The plan in which `rank` has its role: sources have theirs in all."""
+        plans = [proof.plan for proof in self._proofs]
+        return next((plan for plan in plans if rank in plan.dst_ranks), plans[0])
+
+    def _check_weights(
+        self, src: Tensors | None, dst: Tensors | None, transfer: TransferReport
+    ) -> list[int]:
+        """Collective over the group: compare the fingerprints of both sides, each replica's too.
+
+        Returns:
+            Bytes sent, received, and sent by source ranks, of all ranks; and what each one staged.
+        """
+        of_src, of_dst = self._copies
+        plan = self._proofs[0].plan
+        sides = [(plan.src_ranks, src, of_src)]
+        sides += [(p.plan.dst_ranks, dst, of_dst) for p in self._proofs]
+        rank, names = dist.get_rank(), of_src.names
         prints = []
-        for layout, ranks, tensors, copies in sides:
-            if tensors is None:
-                prints.append(torch.zeros(copies.most, len(names), dtype=torch.int64))
+        for ranks, tensors, copies in sides:
+            if tensors is None or rank not in ranks:
+                prints.append(torch.zeros(num_prints(copies), len(names), dtype=torch.int64))
                 continue
             place = ranks.index(rank)
-            prints.append(
-                local_fingerprints(layout, place, tensors, dtype=self._dtype, copies=copies)
-            )
-        values = torch.cat([*(part.flatten() for part in prints), torch.tensor([bytes_sent])])
+            prints.append(local_fingerprints(copies, place, tensors, dtype=self._dtype))
+        counters = torch.zeros(3 + dist.get_world_size(self._group), dtype=torch.int64)
+        counters[0], counters[1] = transfer.bytes_sent, transfer.bytes_received
+        counters[2] = transfer.bytes_sent if rank in plan.src_ranks else 0
+        counters[3 + dist.get_rank(self._group)] = transfer.peak_extra_bytes
+        values = torch.cat([*(part.flatten() for part in prints), counters])
         what = "fingerprints after the transfer"
         total = all_reduce(values, self._group, what=what, timeout_s=self._timeout_s)
-        of_src, of_dst = total[:-1].view(-1, len(names)).split([len(part) for part in prints])
-        check_fingerprints(names, of_src, of_dst)
-        return int(total[-1])
+        rows = total[: -len(counters)].view(-1, len(names))
+        check_fingerprints(names, rows[: len(prints[0])], rows[len(prints[0]) :])
+        found: list[int] = total[-len(counters) :].tolist()
+        return found
 
 
-def _check_roles(plan: Plan, trainer: Source | None, engine: Target | None) -> None:
+def _check_roles(plans: list[Plan], trainer: Source | None, engine: Target | None) -> None:
     rank = dist.get_rank()
+    targets = [target for plan in plans for target in plan.dst_ranks]
     for role, ranks, given in (
-        ("trainer", plan.src_ranks, trainer),
-        ("engine", plan.dst_ranks, engine),
+        ("trainer", [*plans[0].src_ranks], trainer),
+        ("engine", targets, engine),
     ):
         if (rank in ranks) != (given is not None):
             raise PlanError(
-                f"rank {rank} passed {role}={given!r}, but the {role} ranks are {list(ranks)}; "
+                f"rank {rank} passed {role}={given!r}, but the {role} ranks are {ranks}; "
                 f"pass the {role} on these and None on all others"
             )

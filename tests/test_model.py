@@ -32,7 +32,7 @@ def load(kind: str, *, tp: TensorParallel, dtype: torch.dtype = torch.float64) -
     weights, local = weights_of(kind), decoder.tensors()
     for piece in layout.pieces(tp.rank):
         source = box_of(weights[piece.name], piece.box)
-        box_of(local[piece.local_name], piece.local_box).copy_(source)
+        piece.of(local).copy_(source)
     return decoder
 
 

@@ -17,7 +17,11 @@ COMMANDS = {
     "eval": "measure a model on a task's held-out prompts",
     "generate": "complete prompts with the tensor-parallel engine",
     "report": "summarise finished runs, over seeds",
+    "reshard": "plan and prove the way from one layout to another",
+    "checkpoint": "inspect, convert and verify checkpoints, of other programs too",
 }
+WITHOUT_TORCH = {"reshard"}
+"""Commands that load nothing heavy."""
 
 USAGE = (
     "usage: shardloop COMMAND [options]\n\n"
@@ -88,7 +92,8 @@ def _answer(arguments: Sequence[str]) -> int:
 def _run(command: str, arguments: Sequence[str]) -> int:
     # Nothing here ever asks a hub: a folder is a folder, and no name is looked up elsewhere.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    if sys.modules.get("torch") is None and not SILENT & set(arguments):
+    is_light = command in WITHOUT_TORCH or sys.modules.get("torch") is not None
+    if not is_light and not SILENT & set(arguments):
         print("loading torch ...", file=sys.stderr, flush=True)
     try:
         with stop_at_once():

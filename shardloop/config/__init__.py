@@ -32,6 +32,7 @@ from shardloop.config.machines import (
     EngineConfig,
     Sleep,
     TrainerConfig,
+    TransportName,
     WorkersConfig,
 )
 from shardloop.config.plain import (
@@ -69,6 +70,7 @@ __all__ = [
     "Tracker",
     "TrainConfig",
     "TrainerConfig",
+    "TransportName",
     "WorkersConfig",
     "from_dict",
     "to_dict",

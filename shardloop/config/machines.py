@@ -9,6 +9,8 @@ from shardloop.config.learning import MOST_PROMPTS
 Device = Literal["cpu", "cuda"]
 DTypeName = Literal["float32", "float64", "bfloat16"]
 Sleep = Literal["never", "cache", "weights"]
+TransportName = Literal["p2p", "shm", "delta", "relay", "gather"]
+"""How new weights reach the engine."""
 
 MOST_TIMEOUT_S = 1e7
 
@@ -59,6 +61,9 @@ class EngineConfig:
     """Sequences decoded at the same time by each replica."""
     sleep: Sleep = "never"
     """What the engine gives up while the trainer works: nothing, its cache, or also its weights."""
+    transport: TransportName = "p2p"
+    """How new weights reach the engine: messages; memory that the ranks of one host share; only
+    what changed (for slow networks); messages passed on from replica to replica; whole tensors."""
 
     def __post_init__(self) -> None:
         check_kinds("engine", self)

@@ -38,6 +38,9 @@ class CheckpointConfig:
     """Steps between checkpoints; 0 saves only at the end."""
     keep: int = 2
     """Newest checkpoints kept."""
+    background: bool = True
+    """Write while training goes on, from a copy of weights and optimizer in CPU memory; a rank that
+    fails meanwhile costs the checkpoint, not the one before. False: wait until it is written."""
 
     def __post_init__(self) -> None:
         check_kinds("checkpoint", self)

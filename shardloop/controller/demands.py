@@ -8,7 +8,7 @@ import torch
 
 from shardloop.config import TrainConfig, WorkersConfig
 from shardloop.errors import UsageError
-from shardloop.layout import Layout
+from shardloop.layout import Layout, parse_layout
 
 ZERO_GAP_DTYPES = ("float32", "float64")
 
@@ -37,6 +37,21 @@ def demand_buffer(config: TrainConfig) -> None:
         raise UsageError(
             f"grpo.overlong-buffer={buffer} with sampling.max-tokens={max_tokens}; choose a buffer "
             f"from 1 to {max_tokens}"
+        )
+
+
+def demand_transport(config: TrainConfig, *, engine: Layout) -> None:
+    """
+    Raises:
+        UsageError: a relay without replicas to relay between, or on the trainer's own ranks.
+    """
+    if config.engine.transport != "relay":
+        return
+    if config.workers.colocate or parse_layout(engine.spec).size("replicas") == 1:
+        raise UsageError(
+            f"engine.transport=relay with engine.layout={engine.spec} and workers.colocate="
+            f"{str(config.workers.colocate).lower()}; it passes weights on from replica to "
+            "replica: choose engine:replicas=R,tp=N on ranks of its own, or another transport"
         )
 
 

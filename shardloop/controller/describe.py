@@ -173,7 +173,8 @@ def _evaluations(config: TrainConfig) -> str:
 
 def _checkpoints(config: TrainConfig) -> str:
     every, keep = config.checkpoint.every, config.checkpoint.keep
-    return f"every {every} steps and at the end, {keep} kept" if every else "at the end"
+    when = f"every {every} steps and at the end, {keep} kept" if every else "at the end"
+    return f"{when}, written while training goes on" if config.checkpoint.background else when
 
 
 def _wire(setup: Setup) -> str:

@@ -22,10 +22,11 @@ from shardloop.metrics import replace_text
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 CHANGEABLE = (
-    *("steps", "track", "eval.every", "checkpoint.every", "checkpoint.keep"),
+    *("steps", "track", "eval.every"),
+    *("checkpoint.every", "checkpoint.keep", "checkpoint.background"),
     *("trainer.layout", "trainer.row_tokens", "trainer.rows_per_micro_batch"),
     *("trainer.sequence_parallel", "trainer.activation_checkpointing"),
-    *("engine.layout", "engine.max_slots", "engine.sleep"),
+    *("engine.layout", "engine.max_slots", "engine.sleep", "engine.transport"),
     *("workers.device", "workers.threads", "workers.timeout_s", "workers.colocate"),
 )
 """Settings that a resumed run may change: how long and where it runs, not what it learns from."""

@@ -21,6 +21,7 @@ from shardloop.parallel.context import RankContext
 from shardloop.parallel.tp import ProcessGroupTP
 from shardloop.reshard.verify import Proof
 from shardloop.trainer import Trainer
+from shardloop.transport.relay import Relay, plan_relay
 from shardloop.weight_sync import WeightSync
 
 
@@ -97,13 +98,29 @@ def build_sync(context: RankContext, config: TrainConfig, proof: Proof) -> Weigh
     return WeightSync(
         context.objects.get("trainer"),
         context.objects.get("engine"),
-        proof=proof,
+        proof=_relay(proof) if config.engine.transport == "relay" else proof,
+        transport=config.engine.transport,
         group=context.group("sync"),
         dtype=getattr(torch, config.engine.dtype),
         timeout_s=context.collective_timeout_s,
     )
 
 
+def _relay(proof: Proof) -> Relay:
+    """The chain through the replicas that the plan sends to one by one."""
+    plan = proof.plan
+    num_replicas = parse_layout(plan.dst.spec).size("replicas")
+    size = len(plan.dst_ranks) // num_replicas
+    return plan_relay(
+        plan.src,
+        make_layout(plan.dst.model, f"engine:tp={size}"),
+        src_ranks=plan.src_ranks,
+        replica_ranks=[plan.dst_ranks[i * size :][:size] for i in range(num_replicas)],
+    )
+
+
 def release(context: RankContext, key: str) -> None:
     """Drops what was built under `key`, and its memory with it."""
-    del context.objects[key]
+    built = context.objects.pop(key)
+    if isinstance(built, WeightSync):
+        built.close()

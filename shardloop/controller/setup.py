@@ -13,7 +13,12 @@ from typing import Any
 
 from shardloop import hf
 from shardloop.config import TrainConfig, TrainerConfig
-from shardloop.controller.demands import demand_buffer, demand_devices, demand_zero_gap
+from shardloop.controller.demands import (
+    demand_buffer,
+    demand_devices,
+    demand_transport,
+    demand_zero_gap,
+)
 from shardloop.controller.engines import Engines
 from shardloop.controller.placement import Placement
 from shardloop.controller.rollouts import Sampler, prompt_ids, solution_row
@@ -124,6 +129,7 @@ def resolve(config: TrainConfig, model_dir: Path) -> Setup:
     dst = engine_layout(model.canonical, config.engine.layout)
     placement = _place(src, dst, colocate=config.workers.colocate)
     demand_zero_gap(config, trainer=src, engine=dst)
+    demand_transport(config, engine=dst)
     demand_devices(config.workers, num_ranks=placement.world_size)
     plan = plan_reshard(
         src, dst, src_ranks=placement.trainer_ranks, dst_ranks=placement.engine_ranks

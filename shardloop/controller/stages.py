@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardloop.checkpoint import checkpoint_name, prune_checkpoints
 from shardloop.config import TrainConfig
+from shardloop.controller.checkpoints import Checkpoints
 from shardloop.controller.evals import reward_fields
 from shardloop.controller.events import Evaluated, Event, Note, Progress, Saved
 from shardloop.controller.export import export_policy
@@ -28,7 +28,7 @@ from shardloop.controller.rundir import RunFolder
 from shardloop.controller.setup import Setup
 from shardloop.controller.track import open_sink
 from shardloop.errors import Interrupted
-from shardloop.metrics import append_jsonl, read_jsonl, writing
+from shardloop.metrics import append_jsonl, read_jsonl
 
 MANY_IDLE_STEPS = 10
 """Steps in a row without anything to learn from rewards after which the run says so."""
@@ -99,9 +99,11 @@ def run_loop(
         start=start,
     )
     num_idle = 0
-    with closing(open_sink(config.track, folder.tensorboard)) as sink:
+    checkpoints = Checkpoints(roles.trainer, folder.checkpoints, config.checkpoint)
+    with closing(open_sink(config.track, folder.tensorboard)) as sink, checkpoints.completed():
         for step in steps:
-            metrics = {**step.metrics, "elapsed_s": watch.elapsed_s()}
+            yield from checkpoints.news()
+            metrics = {**step.metrics, **checkpoints.seconds(), "elapsed_s": watch.elapsed_s()}
             append_jsonl(folder.metrics, metrics)
             sink.write(step.number, metrics)
             yield Progress("train", step.number, config.steps, metrics)
@@ -113,7 +115,9 @@ def run_loop(
             if is_evaluated(config, step.number):
                 yield measure(setup, roles, folder, step=step.number, watch=watch)
             if is_last or stop or _is_due(step.number, config.checkpoint.every):
-                yield save(setup, roles, folder, step=step.number)
+                yield from checkpoints.save(step.number)
+            if is_last or stop:
+                yield from checkpoints.finish()
             if stop:
                 raise Interrupted(
                     f"stopped after step {step.number} of {config.steps}; go on with "
@@ -165,14 +169,6 @@ def _has_evaluation(folder: RunFolder, step: int) -> bool:
 def _recorded_s(folder: RunFolder) -> float:
     records = [*read_jsonl(folder.metrics), *read_jsonl(folder.evals)]
     return max((float(record.get("elapsed_s", 0.0)) for record in records), default=0.0)
-
-
-def save(setup: Setup, roles: Roles, folder: RunFolder, *, step: int) -> Saved:
-    path = folder.checkpoints / checkpoint_name(step)
-    roles.trainer.call("save", path, extra={"step": step})
-    with writing(folder.checkpoints):
-        prune_checkpoints(folder.checkpoints, keep=setup.config.checkpoint.keep)
-    return Saved("checkpoint", path)
 
 
 def measure(

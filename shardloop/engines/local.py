@@ -42,7 +42,7 @@ from shardloop.errors import ModelError, PolicyDiverged, UsageError
 from shardloop.invariant import InvariantDecoder, Kernels
 from shardloop.layout import Layout
 from shardloop.model import Decoder, DecoderConfig, TensorParallel
-from shardloop.reshard.bind import check_bound
+from shardloop.transport.bind import check_bound
 from shardloop.types import Completion, FinishReason, Request, SampleId
 
 

@@ -28,7 +28,7 @@ def local_pairs(
     """
     _check_state_dict(layout, state_dict)
     for piece in layout.pieces(rank):
-        local = box_of(tensors[piece.local_name], piece.local_box)
+        local = piece.of(tensors)
         yield local, box_of(state_dict[piece.name], piece.box)
 
 
@@ -50,7 +50,7 @@ def restore_memory(layout: Layout, rank: int, tensors: Mapping[str, Tensor]) -> 
         tensor.zero_()
     for piece in layout.pieces(rank) if freed else ():
         if piece.local_name in freed:
-            box_of(freed[piece.local_name], piece.local_box).fill_(float("nan"))
+            piece.of(freed).fill_(float("nan"))
 
 
 def check_finite(tensors: Mapping[str, Tensor], error: type[ShardloopError], why: str) -> None:

@@ -1,46 +1,62 @@
-"""What a family's table says about a model: its tensors, and the meaning of each of their dims.
+"""A model as a few classes of tensors, and the meaning of each of their dims.
 
-Called by `shardloop.families.canonical_model` and by everything that asks for a tensor's name or
-shape. Floor 1.
+Made by `families.table`; read by everything that asks for a tensor's name or shape. Floor 1.
 
-All tensors that differ only in their layer number are one `TensorClass`, with the layer as a
-further dim: planning a model of 100 layers is planning a dozen classes. What comes before the
-layers (the embedding) lies in layer -1, what comes after them (final norm, head) in layer L.
+All tensors that differ only in their layer and expert are one `TensorClass`, with these two as
+further dims: planning a model of 100 layers and 256 experts is planning two dozen classes. What
+comes before the layers (the embedding) lies in layer -1, what comes after them (final norm, head)
+in layer L; what is no expert's is that of expert 0.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
-
-from shardloop.errors import ModelError
-from shardloop.families.fields import Fields
+from math import prod
+from typing import NamedTuple
 
 LAYER_PREFIX = "model.layers.{layer}."
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}
+"""Bytes of an element, by the dtypes that a class may name."""
 
 
 class Dim(NamedTuple):
     """One dim of a tensor: what it counts, and how many elements it has.
 
-    `meaning` is one of vocab, hidden, q (query heads x head_dim), kv (kv heads x head_dim),
-    head_dim, intermediate. A layout cuts by meaning, so it needs no rule per tensor.
+    A layout cuts by meaning, so it needs no rule per tensor. A meaning has one size in a model:
+
+        vocab, hidden, experts (what the router tells apart), lora_rank
+        intermediate, expert_intermediate (of one expert), shared_intermediate
+        q, kv          query heads, kv heads x their size; head_dim
+        mla_kv, mla_v  query heads x what latent attention makes for each: k and v, v alone
+        q_latent, kv_latent, kv_latent_rope    what it makes them from: nothing of a single head
     """
 
     meaning: str
     size: int
+    block: int = 1
+    """How many elements of the meaning one element stands for: 128 for the scales of FP8 blocks."""
+
+
+NUM_NUMBERS = 2
+"""Dims of every class that are numbers in its name: the layer and the expert."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorClass:
-    """All tensors of a model that are alike but for their layer."""
+    """All tensors of a model that are alike but for their layer and expert."""
 
     key: str
-    """Name within the layer, such as `self_attn.q_proj.weight`: unique in its model."""
+    """Name within the layer, such as `self_attn.q_proj.weight`: unique in its model. Has `{expert}`
+    if each expert has such a tensor."""
     template: str
-    """Full name; `{layer}` stands for the layer number where there is one."""
+    """Full name; `{layer}` and `{expert}` stand for the numbers where there are any."""
     layers: tuple[int, int]
     """First layer, and one past the last."""
+    experts: tuple[int, int] = (0, 1)
     dims: tuple[Dim, ...]
+    dtype: str | None = None
+    """Name of a torch dtype in which the tensor is kept whatever the model's; None: the model's."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -48,32 +64,26 @@ class TensorClass:
 
     @property
     def domain(self) -> tuple[tuple[int, int], ...]:
-        """The box of all elements: the layers first, then each dim from 0."""
-        return (self.layers, *((0, dim.size) for dim in self.dims))
+        """The box of all elements: layers and experts first, then each dim from 0."""
+        return (self.layers, self.experts, *((0, dim.size) for dim in self.dims))
 
-    def name(self, layer: int) -> str:
-        return self.template.format(layer=layer)
+    @property
+    def num_elements(self) -> int:
+        """Of all tensors of the class."""
+        return prod(hi - lo for lo, hi in self.domain)
 
+    @property
+    def is_linear(self) -> bool:
+        """Is it the weight of a linear map within the layers? The router's is not counted."""
+        meanings = {dim.meaning for dim in self.dims}
+        return (
+            self.key.endswith(".weight")
+            and len(self.dims) == 2
+            and not meanings & {"vocab", "experts", "lora_rank"}
+        )
 
-class Row(NamedTuple):
-    """One line of a family's table."""
-
-    key: str
-    meanings: str
-    """Meaning of each dim, separated by blanks."""
-    when: str | None = None
-    """Only in models whose config sets this flag."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Family:
-    """A family of models as a table."""
-
-    model_type: str
-    rows: tuple[Row, ...]
-    """The tensors of one layer, in the order of the state dict."""
-    head_dim: int | None = None
-    """Size of a head where the config names none; None means hidden_size / num_attention_heads."""
+    def name(self, layer: int, expert: int = 0) -> str:
+        return self.template.format(layer=layer, expert=expert)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,104 +102,36 @@ class CanonicalModel:
     intermediate_size: int
     vocab_size: int
     tied: bool
+    sizes: Mapping[str, int]
+    """By meaning of a dim, for those that occur: how many elements it has in all."""
+    units: Mapping[str, int]
+    """By the same meanings: how many parts it has that no layout may cut (heads, else elements)."""
     classes: tuple[TensorClass, ...]
 
     @cached_property
     def class_of(self) -> dict[str, TensorClass]:
         return {tensor_class.key: tensor_class for tensor_class in self.classes}
 
+    @cached_property
+    def num_parameters(self) -> int:
+        """Elements of all tensors, buffers and scales included."""
+        return sum(c.num_elements for c in self.classes)
+
+    def num_bytes(self, itemsize: int) -> int:
+        """Bytes of all tensors, with `itemsize` for each element kept in the model's own dtype."""
+        return sum(
+            c.num_elements * (itemsize if c.dtype is None else ITEMSIZE[c.dtype])
+            for c in self.classes
+        )
+
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor of the state dict, layer by layer."""
-        return {c.name(layer): c.shape for layer, c in by_layer(self.classes)}
+        return {name: c.shape for name, c in by_name(self.classes)}
 
 
-def by_layer(classes: Sequence[TensorClass]) -> Iterator[tuple[int, TensorClass]]:
-    """Every (layer, class), lower layers first, in the order of the classes within a layer."""
+def by_name(classes: Sequence[TensorClass]) -> Iterator[tuple[str, TensorClass]]:
+    """Every tensor's name and class: lower layers first, then by class, then by expert."""
     pairs = [(layer, i) for i, c in enumerate(classes) for layer in range(*c.layers)]
     for layer, index in sorted(pairs):
-        yield layer, classes[index]
-
-
-def build_model(family: Family, config: Mapping[str, Any]) -> CanonicalModel:
-    """Fill a family's table with the sizes of one config.
-
-    Raises:
-        ModelError: sizes are missing or not positive whole numbers, or do not divide as they must;
-            a flag is neither true nor false.
-    """
-    fields = Fields(config)
-    sizes = _read_sizes(family, fields)
-    num_layers = sizes["num_hidden_layers"]
-    num_heads = sizes["num_attention_heads"]
-    num_kv_heads = sizes["num_key_value_heads"]
-    head_dim = sizes["head_dim"]
-    size_of = {
-        "vocab": sizes["vocab_size"],
-        "hidden": sizes["hidden_size"],
-        "intermediate": sizes["intermediate_size"],
-        "q": num_heads * head_dim,
-        "kv": num_kv_heads * head_dim,
-        "head_dim": head_dim,
-    }
-    tied = fields.flag("tie_word_embeddings")
-
-    def make(row: Row, template: str, layers: tuple[int, int]) -> TensorClass:
-        dims = tuple(Dim(meaning, size_of[meaning]) for meaning in row.meanings.split())
-        return TensorClass(key=row.key, template=template, layers=layers, dims=dims)
-
-    def top(key: str, meanings: str, layer: int) -> TensorClass:
-        return make(Row(key, meanings), key, (layer, layer + 1))
-
-    classes = [top("model.embed_tokens.weight", "vocab hidden", -1)]
-    classes += [
-        make(row, LAYER_PREFIX + row.key, (0, num_layers))
-        for row in family.rows
-        if row.when is None or fields.flag(row.when)
-    ]
-    classes.append(top("model.norm.weight", "hidden", num_layers))
-    if not tied:
-        classes.append(top("lm_head.weight", "vocab hidden", num_layers))
-    return CanonicalModel(
-        name=family.model_type,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        hidden_size=sizes["hidden_size"],
-        intermediate_size=sizes["intermediate_size"],
-        vocab_size=sizes["vocab_size"],
-        tied=tied,
-        classes=tuple(classes),
-    )
-
-
-def _read_sizes(family: Family, config: Fields) -> dict[str, int]:
-    sizes = {key: config.whole(key) for key in REQUIRED}
-    hidden_size, num_heads = sizes["hidden_size"], sizes["num_attention_heads"]
-    num_kv_heads = (
-        config.whole("num_key_value_heads") if config.has("num_key_value_heads") else num_heads
-    )
-    if num_heads % num_kv_heads:
-        raise ModelError(
-            f"num_key_value_heads={num_kv_heads} does not divide "
-            f"num_attention_heads={num_heads}; each kv head must serve the same number of q heads"
-        )
-    head_dim = config.whole("head_dim") if config.has("head_dim") else family.head_dim
-    if head_dim is None and hidden_size % num_heads:
-        raise ModelError(
-            f"num_attention_heads={num_heads} does not divide hidden_size={hidden_size} and the "
-            "config has no head_dim; set head_dim"
-        )
-    return sizes | {
-        "num_key_value_heads": num_kv_heads,
-        "head_dim": hidden_size // num_heads if head_dim is None else head_dim,
-    }
-
-
-REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-)
+        for expert in range(*classes[index].experts):
+            yield classes[index].name(layer, expert), classes[index]

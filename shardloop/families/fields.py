@@ -1,6 +1,6 @@
 """Typed reading of a config.json: whatever is missing or of another kind is named. Floor 1.
 
-Called by `families.base`, `model.config` and `hf.config`; so a field is checked once, where it is
+Called by `families.table`, `model.config` and `hf.config`; so a field is checked once, where it is
 used.
 """
 
@@ -29,6 +29,12 @@ class Fields:
 
     def has(self, key: str) -> bool:
         return self.values.get(key) is not None
+
+    def given(self, key: str) -> bool:
+        """False where the field is null. It may not be missing: null must be meant."""
+        if key not in self.values:
+            raise ModelError(f"{self.where} has no {key}; add it, null where the model has none")
+        return self.has(key)
 
     def whole(self, key: str, *, least: int = 1, most: int = MOST) -> int:
         value = self._given(key)

@@ -1,6 +1,6 @@
 """The Llama family as a table; SmolLM2 shares it. Read by `shardloop.families`. Floor 1."""
 
-from shardloop.families.base import Family, Row
+from shardloop.families.table import Family, Row
 
 LLAMA = Family(
     model_type="llama",

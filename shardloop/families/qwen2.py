@@ -1,6 +1,6 @@
 """The Qwen2 family as a table: q, k and v have biases. Read by `shardloop.families`. Floor 1."""
 
-from shardloop.families.base import Family, Row
+from shardloop.families.table import Family, Row
 
 QWEN2 = Family(
     model_type="qwen2",

@@ -3,7 +3,7 @@
 Floor 1.
 """
 
-from shardloop.families.base import Family, Row
+from shardloop.families.table import Family, Row
 
 QWEN3 = Family(
     model_type="qwen3",

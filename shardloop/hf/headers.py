@@ -70,7 +70,7 @@ def check_weights(model_dir: Path, model: CanonicalModel) -> None:
     Raises:
         ModelError: lists the faults.
     """
-    stored = _read_headers(weight_files(model_dir))
+    stored = read_headers(weight_files(model_dir))
     if model.tied and HEAD in stored:
         _check_alias(model_dir, stored)
         del stored[HEAD]
@@ -88,7 +88,12 @@ def check_weights(model_dir: Path, model: CanonicalModel) -> None:
         )
 
 
-def _read_headers(files: list[Path]) -> dict[str, Stored]:
+def read_headers(files: list[Path]) -> dict[str, Stored]:
+    """What the files hold, by name.
+
+    Raises:
+        ModelError: a file cannot be read, or two hold a tensor of one name.
+    """
     stored: dict[str, Stored] = {}
     for path in files:
         with as_model_error(f"{path}: the weights cannot be read"), safe_open(path, "pt") as file:

@@ -4,23 +4,23 @@ Called by the trainer, by engines that load a folder, and by the built-in models
 """
 
 import json
-import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from shardloop.errors import ModelError
 from shardloop.families import canonical_model
 from shardloop.hf.config import load_config
-from shardloop.hf.headers import WEIGHTS_FILE, weight_files
+from shardloop.hf.headers import weight_files
 from shardloop.hf.reading import as_model_error
+from shardloop.hf.shards import MAX_SHARD_BYTES, TensorSpec, write_weights
 from shardloop.hf.tokenizer import copy_tokenizer
 
 
@@ -112,28 +112,51 @@ def save_hf_folder(
     tensors: Mapping[str, Tensor],
     tokenizer_from: Path | None,
 ) -> None:
-    """Write a model folder that transformers loads: config, one safetensors file, tokenizer files.
+    """Write a model folder from CPU tensors by name: see `write_hf_folder`."""
+    specs = {name: TensorSpec(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    write_hf_folder(
+        folder,
+        config=config,
+        specs=specs,
+        read=tensors.__getitem__,
+        tokenizer_from=tokenizer_from,
+    )
 
-    `tensors` are CPU tensors by Hugging Face name, of one dtype, without the alias of a tied head.
-    The weights come last, and under their final name only when complete: an interrupted export is
-    refused by `load_config`.
 
+def write_hf_folder(
+    folder: Path,
+    *,
+    config: Mapping[str, Any],
+    specs: Mapping[str, TensorSpec],
+    read: Callable[[str], Tensor],
+    tokenizer_from: Path | None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a model folder that transformers loads: config, safetensors, tokenizer files.
+
+    The weights come last, one tensor at a time (see `hf.shards`), and under their final name only
+    when complete: an interrupted export is refused by `load_config`.
+
+    Args:
+        specs: by Hugging Face name, without the alias of a tied head. The dtype of most of the
+            elements is what the config says.
+        read: gives each tensor once, on the CPU, in the order of `specs` where all have one dtype.
     Raises:
-        OSError: the folder cannot be written.
+        OSError: the folder cannot be written. Whatever `read` raises.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / WEIGHTS_FILE).unlink(missing_ok=True)
     if tokenizer_from is not None:
         copy_tokenizer(tokenizer_from, folder)
-    (dtype,) = {tensor.dtype for tensor in tensors.values()}
+    (folder / "config.json").write_text(_config_text(config, specs), encoding="utf-8")
+    write_weights(folder, specs, read, max_shard_bytes=max_shard_bytes)
+
+
+def _config_text(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> str:
+    num_bytes: Counter[torch.dtype] = Counter()
+    for spec in specs.values():
+        if spec.dtype.itemsize > 1:  # the weights of a quantised model are computed with in another
+            num_bytes[spec.dtype] += spec.num_bytes
+    ((dtype, _),) = num_bytes.most_common(1)
     written = {key: value for key, value in config.items() if key != "torch_dtype"}
     written["dtype"] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-    unfinished = folder / f"{WEIGHTS_FILE}.part"
-    try:
-        save_file(dict(tensors), unfinished, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"{unfinished}: {error}") from error
-    # safetensors makes its files readable by their owner alone, whatever the umask.
-    unfinished.chmod((folder / "config.json").stat().st_mode & 0o777)
-    os.replace(unfinished, folder / WEIGHTS_FILE)
+    return json.dumps(written, indent=2) + "\n"

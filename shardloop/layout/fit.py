@@ -1,7 +1,7 @@
 """Do arrays have the names and shapes that were declared for them? Floor 1.
 
-Called by whoever takes tensors by name: `reshard.bind`, `reshard.inprocess`, `engines.weights` and
-`hf`.
+Called by whoever takes tensors by name: `transport.bind`, `reshard.inprocess`,
+`engines.weights` and `hf`.
 """
 
 from collections.abc import Mapping

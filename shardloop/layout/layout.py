@@ -5,18 +5,20 @@ local tensors. Nothing in it grows with the number of ranks x tensors: one rank'
 written out when asked for.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
-from shardloop.families.base import CanonicalModel
-from shardloop.layout.strips import OWN, Segment, Strip, length
-from shardloop.layout.tables import Axis, Cut
+from shardloop.families.base import NUM_NUMBERS, CanonicalModel
+from shardloop.layout.strips import OWN, PADDING
+from shardloop.layout.tables import Cut, Mesh
 
 Box = tuple[tuple[int, int], ...]
+NUMBERS = ("layer", "expert")
+"""What the first dims of every class are called in name templates."""
 
 
 def box_of(array: Any, box: Box) -> Any:
@@ -24,34 +26,108 @@ def box_of(array: Any, box: Box) -> Any:
     return array[tuple(slice(lo, hi) for lo, hi in box)]
 
 
+@dataclass(frozen=True, slots=True)
+class View:
+    """A box of canonical elements within a local tensor."""
+
+    local_name: str
+    slices: tuple[slice | int, ...]
+    """Of the local tensor, one per local dim."""
+    shape: tuple[int, ...]
+    """What is sliced, read row by row, as a box."""
+    inner: tuple[slice, ...]
+    """The wanted part of that box; all of it where it is empty."""
+
+    def of(self, tensors: Mapping[str, Any]) -> Any:
+        """The view of `tensors[local_name]`, sharing its memory (numpy or torch)."""
+        return tensors[self.local_name][self.slices].reshape(self.shape)[self.inner]
+
+
 @dataclass(frozen=True, kw_only=True)
 class LocalTensor:
-    """The local tensors of all layers under one name template."""
+    """The local tensors of all layers (and experts) under one name template."""
 
     template: str
     keys: tuple[str, ...]
-    """The classes it shows: several where an engine fuses them."""
+    """The classes it shows: several where they are fused."""
+    mesh: Mesh
+    """Its axes, a factorisation of all ranks; tensors of one layout may have different ones."""
     cuts: tuple[Cut, ...]
-    """One per dim; the layer is the first. At most one of them tells its classes apart."""
+    """Together they cover all dims, in order; the layer has one of its own, and so has the expert.
+    At most one of them tells the classes apart. Each cut of a tensor's own dims is a local dim."""
+    stacked: bool = False
+    """The expert is a local dim, the first, instead of a number in the name."""
+    local_numbers: bool = False
+    """Numbers in names count what the rank holds, from 0, instead of what the model has."""
 
-    def axes(self) -> set[Axis]:
-        return {axis for cut in self.cuts for axis in cut.axes}
+    @property
+    def naming(self) -> tuple[Cut, ...]:
+        """The cuts whose dim is a number in the name."""
+        return self.cuts[: self.num_naming]
 
-    def free_axes(self, mesh: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    @property
+    def num_naming(self) -> int:
+        return NUM_NUMBERS - self.stacked
+
+    @cached_property
+    def free_axes(self) -> Mesh:
         """Axes that no cut uses: ranks that differ on them hold copies."""
-        used = self.axes()
-        return tuple(axis for axis in mesh if axis not in used)
+        used = {axis for cut in self.cuts for axis in cut.axes}
+        return tuple(axis for axis in self.mesh if axis not in used)
+
+    def local_name(self, numbers: Mapping[str, int]) -> str:
+        return self.template.format(**numbers)
+
+    def names(self, rank: int) -> list[tuple[int, str]]:
+        """Layer and name of each tensor that `rank` has under this template."""
+        found = []
+        for rows in product(*(rows_of(cut, rank) for cut in self.naming)):
+            runs = [range(*row.box[0]) for row in rows]
+            for numbers in product(*runs):
+                found.append((numbers[0], self.name(rows, numbers)))
+        return found
+
+    def name(self, rows: Sequence["Row"], numbers: Sequence[int]) -> str:
+        """
+        Args:
+            rows: one per naming cut.
+            numbers: layer and expert in the model, each within its row.
+        """
+        if self.local_numbers:
+            places = zip(numbers, rows, strict=False)
+            numbers = [n - row.box[0][0] + row.loc for n, row in places]
+        return self.template.format(**dict(zip(NUMBERS, numbers, strict=False)))
+
+    def shape(self, rank: int) -> tuple[int, ...]:
+        return tuple(
+            int(cut.strips.length[cut.index(rank)]) for cut in self.cuts[self.num_naming :]
+        )
+
+
+class Row(NamedTuple):
+    """A segment of a rank's strip that is no padding."""
+
+    key: str
+    box: Box
+    loc: int
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a local tensor that holds a box of a canonical tensor, of the same shape."""
+    """A box of a canonical tensor, and where a rank holds it."""
 
     rank: int
-    local_name: str
-    local_box: Box
+    view: View
     name: str
     box: Box
+
+    @property
+    def local_name(self) -> str:
+        return self.view.local_name
+
+    def of(self, tensors: Mapping[str, Any]) -> Any:
+        """The elements of `box` as a view of the rank's local tensor, in the shape of `box`."""
+        return self.view.of(tensors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +136,7 @@ class Layout:
 
     spec: str
     model: CanonicalModel
-    mesh: tuple[Axis, ...]
+    mesh: Mesh
     tensors: tuple[LocalTensor, ...]
 
     @cached_property
@@ -68,31 +144,42 @@ class Layout:
         return prod(axis.size for axis in self.mesh)
 
     def local_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor that `rank` holds, empty shards included."""
-        self._check_rank(rank)
-        found = []
-        for index, tensor in enumerate(self.tensors):
-            layers, *strips = (cut.strip(rank) for cut in tensor.cuts)
-            shape = tuple(length(strip) for strip in strips)
-            found += [(layer, index, shape) for run in layers for layer in range(run.lo, run.hi)]
+        """Name and shape of every tensor that `rank` holds, empty shards included, by layer."""
+        return {name: tensor.shape(rank) for name, tensor in self._held(rank)}
+
+    def local_dtypes(self, rank: int) -> dict[str, str | None]:
+        """Name and dtype of the same tensors; None is the model's own."""
         return {
-            self.tensors[index].template.format(layer=layer): shape
-            for layer, index, shape in sorted(found)
+            name: self.model.class_of[tensor.keys[0]].dtype for name, tensor in self._held(rank)
         }
+
+    def _held(self, rank: int) -> Iterator[tuple[str, LocalTensor]]:
+        self._check_rank(rank)
+        held = [
+            (layer, index, name)
+            for index, tensor in enumerate(self.tensors)
+            for layer, name in tensor.names(rank)
+        ]
+        for _, index, name in sorted(held, key=lambda item: item[:2]):
+            yield name, self.tensors[index]
 
     def pieces(self, rank: int) -> Iterator[Piece]:
         """What `rank` holds, box by box. Padding belongs to no piece."""
         self._check_rank(rank)
         for tensor in self.tensors:
-            layers, *dims = (_placed(cut.strip(rank)) for cut in tensor.cuts)
-            for combination in product(*dims):
-                key = _key_of(tensor, combination)
-                local_box = tuple((loc, loc + s.hi - s.lo) for loc, s in combination)
-                box = tuple((s.lo, s.hi) for _, s in combination)
-                tensor_class = self.model.class_of[key]
-                for layer in (n for _, run in layers for n in range(run.lo, run.hi)):
-                    local_name = tensor.template.format(layer=layer)
-                    yield Piece(rank, local_name, local_box, tensor_class.name(layer), box)
+            for combination in product(*(rows_of(cut, rank) for cut in tensor.cuts)):
+                yield from self._pieces_of(tensor, rank, combination)
+
+    def _pieces_of(
+        self, tensor: LocalTensor, rank: int, combination: tuple[Row, ...]
+    ) -> Iterator[Piece]:
+        named = [row.key for row in combination if row.key != OWN]
+        tensor_class = self.model.class_of[named[0] if named else tensor.keys[0]]
+        box = tuple(run for row in combination for run in row.box)
+        layers, experts, *own = box
+        for layer, expert in product(range(*layers), range(*experts)):
+            view = view_of(tensor, combination, (layer, expert))
+            yield Piece(rank, view, tensor_class.name(layer, expert), tuple(own))
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
@@ -101,16 +188,35 @@ class Layout:
             )
 
 
-def _placed(strip: Strip) -> list[tuple[int, Segment]]:
-    """Each segment with its place in the local dim, without padding."""
-    placed, loc = [], 0
-    for segment in strip:
-        if segment.key is not None:
-            placed.append((loc, segment))
-        loc += segment.hi - segment.lo
-    return placed
+def view_of(
+    tensor: LocalTensor, rows: tuple[Row, ...], numbers: tuple[int, int], inner: Box = ()
+) -> View:
+    """Where one canonical tensor's share of a product of rows (one per cut) lies.
+
+    Args:
+        numbers: its layer and expert, each in the rows of these dims.
+        inner: the wanted part, in elements of the canonical tensor; all where it is empty.
+    """
+    slices: list[slice | int] = []
+    shape: list[int] = []
+    if tensor.stacked:
+        expert = rows[1]
+        slices.append(expert.loc + numbers[1] - expert.box[0][0])
+    for row in rows[NUM_NUMBERS:]:
+        sizes = [hi - lo for lo, hi in row.box]
+        slices.append(slice(row.loc, row.loc + prod(sizes)))
+        shape += sizes
+    own = [run for row in rows[NUM_NUMBERS:] for run in row.box]
+    wanted = tuple(slice(lo - a, hi - a) for (lo, hi), (a, _) in zip(inner, own, strict=False))
+    return View(tensor.name(rows, numbers), tuple(slices), tuple(shape), wanted)
 
 
-def _key_of(tensor: LocalTensor, combination: tuple[tuple[int, Segment], ...]) -> str:
-    named = [segment.key for _, segment in combination if segment.key not in (None, OWN)]
-    return named[0] if named and named[0] is not None else tensor.keys[0]
+def rows_of(cut: Cut, rank: int) -> list[Row]:
+    """The segments of a rank's strip, without padding, in order."""
+    strips, index = cut.strips, cut.index(rank)
+    found = []
+    for s in range(int(strips.start[index]), int(strips.start[index + 1])):
+        if (key := int(strips.key[s])) != PADDING:
+            box = tuple(zip(strips.lo[s].tolist(), strips.hi[s].tolist(), strict=True))
+            found.append(Row(strips.keys[key], box, int(strips.loc[s])))
+    return found

@@ -1,18 +1,34 @@
 """The grammar of layout strings, `scheme:axis=size,...`. Floor 1.
 
-Called by `layout.schemes`, `parallel.mesh` and `controller.setup`.
+Called by `layout.schemes`, `parallel.mesh` and `controller`.
 """
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from shardloop.errors import LayoutError
 
-AXES = {"hf": ("dp", "fsdp", "tp"), "engine": ("replicas", "tp")}
-"""Schemes and their axes. hf: dp replicates, fsdp chunks dim 0, tp cuts by meaning. engine: fused
-tensors cut by tp, the whole repeated `replicas` times."""
-KINDS = {"hf": "a training", "engine": "an engine"}
+AXES = {
+    "hf": ("pp", "dp", "fsdp", "zero3", "tp", "ep", "etp"),
+    "megatron": ("pp", "vpp", "dp", "tp", "ep", "etp"),
+    "engine": ("replicas", "tp", "ep"),
+}
+"""Schemes and their axes:
+
+    pp         stages of consecutive layers
+    vpp        chunks of layers on each stage, taken in turn; has no ranks of its own
+    dp         copies of everything; an engine's are `replicas`
+    fsdp       rows of what tp leaves, as torch.chunk cuts them
+    zero3      elements of what tp leaves, flattened, in chunks of ceil(n / zero3)
+    tp         heads, width and vocabulary
+    ep, etp    routed experts, and the width of each; see `layout.grid` for their ranks
+"""
+KINDS = {"hf": "a training", "megatron": "a Megatron", "engine": "an engine"}
 """What a layout of each scheme is called in messages."""
+EXAMPLES = {"hf": "fsdp=2", "megatron": "tp=2", "engine": "tp=2"}
 DEFAULT_SCHEME = "hf"
+WITHOUT_RANKS = ("vpp",)
+MOST_RANKS = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,39 +47,61 @@ class LayoutSpec:
         """Size of an axis, 1 where the string does not name it."""
         return dict(self.axes).get(axis, 1)
 
+    def names(self, axis: str) -> bool:
+        """Does the string name it?"""
+        return axis in dict(self.axes)
+
 
 def parse_layout(spec: str) -> LayoutSpec:
     """Read a layout string such as `fsdp=2,tp=2` or `engine:tp=4`, outermost axis first.
 
     Raises:
-        LayoutError: unknown scheme or axis, an axis named twice, a size that is not 1 or more.
+        LayoutError: unknown scheme or axis, an axis named twice, a size that is not from 1 to
+            `MOST_RANKS`, axes that exclude each other. All faults are named.
     """
     scheme, colon, body = spec.rpartition(":")
     scheme = scheme.strip() if colon else DEFAULT_SCHEME
     if scheme not in AXES:
         raise LayoutError(
-            f"layout {spec!r}: unknown scheme {scheme!r}; choose from {', '.join(AXES)}"
+            f"layout {spec!r}: unknown scheme {scheme!r}{_hint(scheme, tuple(AXES))}; choose from "
+            f"{', '.join(AXES)}"
         )
-    axes = tuple(_parse_axis(spec, scheme, item) for item in body.split(","))
-    names = [name for name, _ in axes]
-    for name in names:
-        if names.count(name) > 1:
-            raise LayoutError(f"layout {spec!r}: axis {name!r} is named twice; name each axis once")
-    return LayoutSpec(scheme, axes)
+    items = [tuple(text.strip() for text in item.partition("=")) for item in body.split(",")]
+    faults = [fault for item in items for fault in _item_faults(scheme, *item)]
+    names = [name for name, *_ in items]
+    faults += [
+        f"axis {name!r} is named twice; name each axis once"
+        for name in dict.fromkeys(names)
+        if name in AXES[scheme] and names.count(name) > 1
+    ]
+    if {"fsdp", "zero3"} <= {*names}:
+        faults.append("fsdp and zero3 both cut what tp leaves; choose one of them")
+    if "vpp" in names and "pp" not in names:
+        faults.append("vpp without pp; name the stages too, such as pp=2,vpp=2")
+    if faults:
+        raise LayoutError(f"layout {spec!r}: {'; '.join(faults)}")
+    return LayoutSpec(scheme, tuple((name, int(size)) for name, _, size in items))
 
 
-def _parse_axis(spec: str, scheme: str, item: str) -> tuple[str, int]:
-    name, equals, size = (text.strip() for text in item.partition("="))
+def _item_faults(scheme: str, name: str, equals: str, size: str) -> list[str]:
     allowed = ", ".join(AXES[scheme])
     if not equals:
-        raise LayoutError(
-            f"layout {spec!r}: {item!r} is not axis=size; write for example "
-            f"{AXES[scheme][-1]}=2, with axes of {scheme} from {allowed}"
-        )
+        return [
+            f"{name!r} is not axis=size; write for example {EXAMPLES[scheme]}, with axes of "
+            f"{scheme} from {allowed}"
+        ]
+    faults = []
     if name not in AXES[scheme]:
-        raise LayoutError(
-            f"layout {spec!r}: {KINDS[scheme]} layout has no axis {name!r}; choose from {allowed}"
+        faults.append(
+            f"{KINDS[scheme]} layout has no axis {name!r}{_hint(name, AXES[scheme])}; choose from "
+            f"{allowed}"
         )
-    if not (size.isascii() and size.isdigit()) or int(size) < 1:
-        raise LayoutError(f"layout {spec!r}: {name}={size}; choose a whole number >= 1")
-    return name, int(size)
+    is_whole = size.isascii() and size.isdigit() and len(size) <= len(str(MOST_RANKS))
+    if not is_whole or not 1 <= int(size) <= MOST_RANKS:
+        faults.append(f"{name}={size}; choose a whole number from 1 to {MOST_RANKS}")
+    return faults
+
+
+def _hint(name: str, allowed: tuple[str, ...]) -> str:
+    close = get_close_matches(name, allowed, n=1)
+    return f" (do you mean {close[0]}?)" if close else ""

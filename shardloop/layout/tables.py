@@ -1,22 +1,19 @@
-"""Meshes, cuts and tables: which rank holds what along one dim. Called by `layout` and `reshard`.
+"""Meshes, cuts and tables: which rank holds what along some dims. Called by `layout` and `reshard`.
 
 Floor 1.
 
 Ranks add: a rank is the sum of coordinate x stride over the mesh axes, and the *part* of a rank in
 a cut is that sum over the axes of the cut alone. A table lists, for one class, the rows
-(part, lo, hi, loc): ranks of `part` hold lo:hi, and it starts at `loc` of their local dim.
+(part, lo, hi, loc): ranks of `part` hold the box lo:hi, and it starts at `loc` of their local dim.
 """
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardloop.layout.strips import OWN, Strip
-
-Ints = np.ndarray[Any, np.dtype[np.int64]]
+from shardloop.layout.strips import OWN, PADDING, Ints, Strips
 
 
 class Axis(NamedTuple):
@@ -29,7 +26,10 @@ class Axis(NamedTuple):
         return rank // self.stride % self.size
 
 
-def make_mesh(axes: tuple[tuple[str, int], ...]) -> tuple[Axis, ...]:
+Mesh = tuple[Axis, ...]
+
+
+def make_mesh(axes: tuple[tuple[str, int], ...]) -> Mesh:
     """Axes with their strides, outermost first: the last axis has stride 1."""
     mesh: list[Axis] = []
     stride = 1
@@ -39,48 +39,54 @@ def make_mesh(axes: tuple[tuple[str, int], ...]) -> tuple[Axis, ...]:
     return tuple(mesh)
 
 
-def offsets(axes: tuple[Axis, ...]) -> list[int]:
+def offsets(axes: Mesh) -> Ints:
     """Rank offset of each coordinate of these axes, the last axis running fastest."""
-    steps = [range(0, axis.size * axis.stride, axis.stride) for axis in axes]
-    return [sum(step) for step in product(*steps)]
+    total = np.zeros(1, dtype=np.int64)
+    for axis in axes:
+        steps = np.arange(axis.size, dtype=np.int64) * axis.stride
+        total = (total[:, None] + steps).reshape(-1)
+    return total
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How one dim is spread: a strip for each coordinate of the axes it uses.
+    """How some dims of a tensor are spread over ranks: a strip for each coordinate of its axes.
 
     Equal cuts are equal by content, so the classes of a model share their tables and joins.
     """
 
-    axes: tuple[Axis, ...]
-    strips: tuple[Strip, ...]
-    """One per coordinate, the last axis running fastest."""
+    dims: tuple[int, ...]
+    """Canonical dims it covers, one after the other: 0 the layer, 1 the expert, then the tensor's
+    own from 2. Several are a flat partition, with one local dim."""
+    axes: Mesh
+    strips: Strips
+    """A part for each coordinate, the last axis running fastest."""
 
     @cached_property
-    def strip_of_part(self) -> dict[int, Strip]:
-        return dict(zip(offsets(self.axes), self.strips, strict=True))
-
-    @cached_property
-    def keys(self) -> frozenset[str]:
+    def named_keys(self) -> frozenset[str]:
         """The classes that it tells apart; none where the dim is the tensor's own."""
-        named = (segment.key for strip in self.strips for segment in strip)
-        return frozenset(key for key in named if key not in (None, OWN))
+        used = np.unique(self.strips.key)
+        return frozenset(self.strips.keys[k] for k in used.tolist() if k != PADDING) - {OWN}
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.axes, self.strips))
+        return hash((self.dims, self.axes, self.strips))
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[type["Cut"], tuple[Any, ...]]:
-        return Cut, (self.axes, self.strips)  # hashes of text differ between processes
+        return Cut, (self.dims, self.axes, self.strips)  # hashes of text differ between processes
+
+    def index(self, rank: int) -> int:
+        """Which of its strips `rank` has."""
+        index = 0
+        for axis in self.axes:
+            index = index * axis.size + axis.coordinate(rank)
+        return index
 
     def part(self, rank: int) -> int:
         return sum(axis.coordinate(rank) * axis.stride for axis in self.axes)
-
-    def strip(self, rank: int) -> Strip:
-        return self.strip_of_part[self.part(rank)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,24 +95,29 @@ class Table:
 
     part: Ints
     lo: Ints
+    """[rows, dims covered]"""
     hi: Ints
     loc: Ints
+    """[rows, cuts]: where the box starts in the local dim of each cut; one, but for products."""
+    source: Ints
+    """[rows]: which of several copies of a tied tensor has the row; 0 where there is but one."""
+
+    def __post_init__(self) -> None:
+        for array in (self.part, self.lo, self.hi, self.loc, self.source):
+            array.flags.writeable = False
 
 
 def make_table(cut: Cut, key: str) -> Table:
     """Tabulate a cut for one class. Equal cuts that do not name the class give the same object."""
-    return _make_table(cut, key if key in cut.keys else OWN)
+    return _make_table(cut.axes, cut.strips, key if key in cut.named_keys else OWN)
 
 
 @lru_cache(maxsize=4096)
-def _make_table(cut: Cut, key: str) -> Table:
-    rows = []
-    for part, strip in sorted(cut.strip_of_part.items()):
-        loc = 0
-        for segment in strip:
-            if segment.key in (key, OWN):
-                rows.append((part, segment.lo, segment.hi, loc))
-            loc += segment.hi - segment.lo
-    columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T.copy()
-    columns.flags.writeable = False
-    return Table(*columns)
+def _make_table(axes: Mesh, strips: Strips, key: str) -> Table:
+    wanted = [number for number, name in enumerate(strips.keys) if name in (key, OWN)]
+    rows = np.flatnonzero(np.isin(strips.key, wanted))
+    part = offsets(axes)[strips.part[rows]]
+    order = np.argsort(part, kind="stable")
+    rows = rows[order]
+    source = np.zeros_like(part)
+    return Table(part[order], strips.lo[rows], strips.hi[rows], strips.loc[rows, None], source)

@@ -14,6 +14,9 @@ Rope = Mapping[str, Any]
 
 DEFAULT_THETA = 10000.0
 
+RUNNABLE = ("llama", "qwen2", "qwen3")
+"""Families that the decoder computes; of the others there are only the names and shapes."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig:
@@ -39,9 +42,10 @@ class DecoderConfig:
         """Read the contents of a config.json, of transformers 5 or older.
 
         Raises:
-            ModelError: an unknown family; fields that are missing or of another kind; or settings
-                that would change the result and are not supported (sliding windows, other
-                activations, biases beyond q, k and v, other rotary embeddings, quantisation).
+            ModelError: an unknown family, or one that is not run here; fields that are missing or
+                of another kind; or settings that would change the result and are not supported
+                (sliding windows, other activations, biases beyond q, k and v, other rotary
+                embeddings, quantisation).
         """
         model = canonical_model(hf_config)
         config = Fields(hf_config)
@@ -76,6 +80,12 @@ class DecoderConfig:
 
 
 def _refuse_unsupported(config: Fields, model: CanonicalModel) -> None:
+    if model.name not in RUNNABLE:
+        config.refuse(
+            "model_type",
+            "is a family that can be planned, resharded and converted but neither trained nor "
+            f"run here; choose a model of type {', '.join(RUNNABLE)}",
+        )
     config.choice("hidden_act", ("silu",), default="silu")
     if config.has("quantization_config"):
         config.refuse("quantization_config", "is not supported; choose unquantised weights")

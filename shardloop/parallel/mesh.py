@@ -112,11 +112,21 @@ def _equalise_group_counts(group: dist.ProcessGroup, *, timeout: timedelta) -> N
         _own_group([dist.get_rank()], timeout=timeout)
 
 
-def _own_group(ranks: Sequence[int], *, timeout: timedelta) -> dist.ProcessGroup:
+def _own_group(
+    ranks: Sequence[int], *, timeout: timedelta, backend: str | None = None
+) -> dist.ProcessGroup:
     group: dist.ProcessGroup = dist.new_group(
-        list(ranks), timeout=timeout, use_local_synchronization=True
+        list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True
     )
     return group
+
+
+def twin_group(group: dist.ProcessGroup, *, timeout_s: float) -> dist.ProcessGroup:
+    """Collective over `group`: a second group of the same ranks, in CPU memory, for the messages of
+    another thread. Ranks outside `group` need not call."""
+    timeout = timedelta(seconds=timeout_s)
+    _equalise_group_counts(group, timeout=timeout)
+    return _own_group(dist.get_process_group_ranks(group), timeout=timeout, backend="gloo")
 
 
 def data_place(mesh: DeviceMesh) -> tuple[int, int]:

@@ -41,7 +41,7 @@ from torch.distributed.tensor.parallel import (
 from shardloop.families import CanonicalModel
 from shardloop.families.base import TensorClass
 from shardloop.head import VocabShard
-from shardloop.layout.schemes import CUT_BY_TP
+from shardloop.layout.tp import CUT_BY_TP
 from shardloop.parallel.mesh import check_tensor_parallel
 from shardloop.parallel.tp import ProcessGroupTP
 from shardloop.policy import Policy

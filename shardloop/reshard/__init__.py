@@ -1,16 +1,24 @@
-"""Reshard: plan, prove, cost and carry out the way from one layout to another. Floors 1 and 3.
+"""Reshard: plan, prove and cost the way from one layout to another. Floor 1.
 
-plan         the plan: for each tensor class one join per dim              floor 1
-join         which rows of two tables overlap                              floor 1
-flow         the words of a plan: flows, runs, transfers, views            floor 1
-turns        one rank's transfers, and which holder sends                  floor 1
-verify       the proof of a plan                                           floor 1
-checks       the part of the proof that concerns one dim                   floor 1
-cost         bytes that a plan moves, and the least possible               floor 1
-inprocess    carries a plan out for simulated ranks                        floor 1
-bind         do live tensors fit a layout                                  floor 1
-buckets      streams of elements cut into messages                         floor 1
-fingerprint  equal on both sides of a transfer, without a gather           floor 1
-p2p          carries a plan out between processes                          floor 3
-gather       the same, naively: the reference                              floor 3
+plan         who sends which box to whom: the door of planning
+verify       the proof of a plan: the door of `proof/`
+cost         bytes that a plan moves, and the least possible (loads)
+inprocess    carries a plan out for simulated ranks
+fingerprint  equal on both sides of a transfer, without a gather (copies)
+
+How a plan is made:
+
+agree        do the two models and the ranks fit
+cross        tables multiplied, copies of a tied tensor as one
+boxes        which boxes overlap, and their refinement
+join         where two tables meet
+members      groups of ranks: who holds, who wants
+flow         the words: flows, runs, transfers
+sides        one end of a flow, its ranks numbered
+turns        which holder sends
+lost         is everything still held, without the lost ranks
+runs         one rank's list, as arrays
+transfers    the same written out
+
+`transport` carries plans out between processes.
 """

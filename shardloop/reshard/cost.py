@@ -3,120 +3,153 @@
 Called by `controller.setup`, which prints it, and by `shardloop.weight_sync`; moves nothing.
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from functools import cached_property
 
 import numpy as np
 
+from shardloop.families.base import ITEMSIZE
+from shardloop.layout.strips import Ints, expand
 from shardloop.reshard.flow import Flow
+from shardloop.reshard.join import Join
+from shardloop.reshard.loads import loads
 from shardloop.reshard.plan import Plan
-from shardloop.reshard.turns import runs_to
+
+MOST_PAIRS = 16
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Cost:
     """Bytes that a plan moves. Copies within a rank are not on the wire."""
 
-    pair_bytes: Mapping[tuple[int, int], int]
-    """(source rank, destination rank) -> bytes on the wire."""
-    wire_bytes: int
+    src_ranks: tuple[int, ...]
+    dst_ranks: tuple[int, ...]
+    matrix: Ints
+    """[source ranks, destination ranks]: bytes on the wire, in the order of these."""
     local_bytes: int
     """Copied from a rank to itself."""
     minimum_bytes: int
     """What the destinations need less what their ranks hold already; no plan moves less."""
     num_transfers: int
     """Boxes moved, copies included."""
-    send_bytes: Mapping[int, int]
-    """On the wire, for every source rank."""
-    receive_bytes: Mapping[int, int]
+
+    @cached_property
+    def wire_bytes(self) -> int:
+        return int(self.matrix.sum())
+
+    @cached_property
+    def pair_bytes(self) -> Mapping[tuple[int, int], int]:
+        """(source rank, destination rank) -> bytes on the wire, where there are any."""
+        src, dst = np.nonzero(self.matrix)
+        pairs = zip(src.tolist(), dst.tolist(), self.matrix[src, dst].tolist(), strict=True)
+        return {(self.src_ranks[s], self.dst_ranks[d]): size for s, d, size in pairs}
+
+    @cached_property
+    def send_bytes(self) -> Mapping[int, int]:
+        """On the wire, for every source rank."""
+        return dict(zip(self.src_ranks, self.matrix.sum(axis=1).tolist(), strict=True))
+
+    @cached_property
+    def receive_bytes(self) -> Mapping[int, int]:
+        return dict(zip(self.dst_ranks, self.matrix.sum(axis=0).tolist(), strict=True))
 
     @property
     def send_imbalance(self) -> float:
         """Busiest sender over the mean of all source ranks; 1 is even."""
-        return _imbalance(self.send_bytes)
+        return _imbalance(self.matrix.sum(axis=1))
 
     @property
     def receive_imbalance(self) -> float:
-        return _imbalance(self.receive_bytes)
+        return _imbalance(self.matrix.sum(axis=0))
 
     def __str__(self) -> str:
         rows = [
-            ("on the wire", _bytes_text(self.wire_bytes)),
-            ("least possible", _bytes_text(self.minimum_bytes)),
-            ("copied in place", _bytes_text(self.local_bytes)),
+            ("on the wire", bytes_text(self.wire_bytes)),
+            ("least possible", bytes_text(self.minimum_bytes)),
+            ("copied in place", bytes_text(self.local_bytes)),
             ("transfers", f"{self.num_transfers:,}"),
-            ("busiest sender", f"{self.send_imbalance:.2f} x mean"),
-            ("busiest receiver", f"{self.receive_imbalance:.2f} x mean"),
+            ("busiest sender", f"{self.send_imbalance:.2f} of the mean"),
+            ("busiest receiver", f"{self.receive_imbalance:.2f} of the mean"),
         ]
-        lines = [f"{title:18}{value:>14}" for title, value in rows]
-        lines += [
-            f"{f'rank {src} -> {dst}':18}{_bytes_text(num_bytes):>14}"
-            for (src, dst), num_bytes in sorted(self.pair_bytes.items())
-        ]
+        lines = [f"{title:22}{value:>18}" for title, value in [*rows, *self._largest_pairs()]]
+        if (others := np.count_nonzero(self.matrix) - MOST_PAIRS) > 0:
+            lines.append(f"and {others:,} more pairs of ranks, none with more bytes")
         return "\n".join(lines)
+
+    def _largest_pairs(self) -> list[tuple[str, str]]:
+        flat = self.matrix.reshape(-1)
+        largest = np.argsort(-flat, kind="stable")[:MOST_PAIRS]
+        pairs = sorted((*divmod(at, len(self.dst_ranks)), flat[at]) for at in largest.tolist())
+        return [
+            (f"rank {self.src_ranks[s]} -> {self.dst_ranks[d]}", bytes_text(size))
+            for s, d, size in pairs
+            if size
+        ]
 
 
 def cost(plan: Plan, *, itemsize: int) -> Cost:
-    """Count what the plan moves, `itemsize` bytes per element on the wire."""
-    pairs: Counter[tuple[int, int]] = Counter()
-    num_transfers = 0
-    for dst in range(plan.dst.world_size):
-        for run in runs_to(plan, dst):
-            pair = plan.src_ranks[run.src], plan.dst_ranks[run.dst]
-            pairs[pair] += run.volume() * itemsize
-            num_transfers += len(run.layers)
-    wire = {pair: num_bytes for pair, num_bytes in sorted(pairs.items()) if pair[0] != pair[1]}
-    sent, received = dict.fromkeys(plan.src_ranks, 0), dict.fromkeys(plan.dst_ranks, 0)
-    for (src_rank, dst_rank), num_bytes in wire.items():
-        sent[src_rank] += num_bytes
-        received[dst_rank] += num_bytes
+    """Count what the plan moves.
+
+    Args:
+        itemsize: bytes on the wire per element of the tensors kept in the model's own dtype.
+    """
+    shape = len(plan.src_ranks), len(plan.dst_ranks)
+    flat = np.zeros(shape[0] * shape[1], dtype=np.int64)
+    num_transfers = minimum_bytes = 0
+    for flow in plan.flows:
+        dtype = flow.tensor_class.dtype
+        size = itemsize if dtype is None else ITEMSIZE[dtype]
+        minimum_bytes += size * _missing(plan, flow)
+        for load in loads(plan, flow):
+            pair = load.src * shape[1] + load.dst
+            np.add.at(flat, pair, size * load.num_elements)
+            num_transfers += load.num_transfers
+    copied = np.flatnonzero(plan.twin >= 0)
+    matrix = flat.reshape(shape)
+    local_bytes = int(matrix[copied, plan.twin[copied]].sum())
+    matrix[copied, plan.twin[copied]] = 0
     return Cost(
-        pair_bytes=wire,
-        wire_bytes=sum(wire.values()),
-        local_bytes=sum(pairs.values()) - sum(wire.values()),
-        minimum_bytes=_minimum_elements(plan) * itemsize,
+        src_ranks=plan.src_ranks,
+        dst_ranks=plan.dst_ranks,
+        matrix=matrix,
+        local_bytes=local_bytes,
+        minimum_bytes=minimum_bytes,
         num_transfers=num_transfers,
-        send_bytes=sent,
-        receive_bytes=received,
     )
 
 
-def _minimum_elements(plan: Plan) -> int:
-    """Elements needed and not held by the same rank, from the layouts' tables alone."""
-    held = {rank: src for src, rank in enumerate(plan.src_ranks)}
-    missing = 0
-    for dst, rank in enumerate(plan.dst_ranks):
-        for flow in plan.flows:
-            missing += prod(_needed(flow, dim, dst) for dim in range(len(flow.joins)))
-            if rank in held:
-                missing -= prod(_kept(flow, dim, held[rank], dst) for dim in range(len(flow.joins)))
-    return missing
+def _missing(plan: Plan, flow: Flow) -> int:
+    """Elements of a flow that its destinations need and do not hold: a product over blocks."""
+    src = np.flatnonzero(plan.twin >= 0)
+    dst = plan.twin[src]
+    needed, kept = len(flow.consumers.free), np.ones(len(src), dtype=np.int64)
+    sides = zip(flow.joins, flow.holders.parts(src), flow.consumers.parts(dst), strict=True)
+    for step, src_part, dst_part in sides:
+        needed *= int(np.prod(step.dst.hi - step.dst.lo, axis=1).sum())
+        kept *= _common(step, src_part, dst_part)
+    return needed - int(kept.sum())
 
 
-def _needed(flow: Flow, dim: int, dst: int) -> int:
-    table = flow.joins[dim].dst
-    mine = table.part == flow.dst.cuts[dim].part(dst)
-    return int((table.hi - table.lo)[mine].sum())
+def _common(step: Join, src_part: Ints, dst_part: Ints) -> Ints:
+    """Elements of a block that both of two parts have."""
+    pair, place = expand(step.holder_start[step.atom], step.holder_start[step.atom + 1])
+    width = int(max(step.dst.part.max(initial=0), dst_part.max(initial=0))) + 1
+    key = step.holders.part[place] * width + step.dst.part[step.row[pair]]
+    sizes = np.prod(step.hi - step.lo, axis=1)[pair]
+    keys, index = np.unique(key, return_inverse=True)
+    sums = np.append(np.bincount(index, weights=sizes), 0).astype(np.int64)
+    wanted = src_part * width + dst_part
+    at = np.searchsorted(keys, wanted)
+    return np.where(np.append(keys, -1)[at] == wanted, sums[at], 0)
 
 
-def _kept(flow: Flow, dim: int, src: int, dst: int) -> int:
-    """Elements along one dim that the rank holds on both sides."""
-    here, there = flow.joins[dim].src, flow.joins[dim].dst
-    a = here.part == flow.src.cuts[dim].part(src)
-    b = there.part == flow.dst.cuts[dim].part(dst)
-    lo = np.maximum.outer(here.lo[a], there.lo[b])
-    hi = np.minimum.outer(here.hi[a], there.hi[b])
-    return int(np.maximum(hi - lo, 0).sum())
+def _imbalance(sizes: Ints) -> float:
+    total = int(sizes.sum())
+    return int(sizes.max()) * len(sizes) / total if total else 1.0
 
 
-def _imbalance(bytes_of: Mapping[int, int]) -> float:
-    total = sum(bytes_of.values())
-    return max(bytes_of.values()) * len(bytes_of) / total if total else 1.0
-
-
-def _bytes_text(num_bytes: float) -> str:
+def bytes_text(num_bytes: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 1000:
             return f"{num_bytes:.3g} {unit}" if unit != "B" else f"{num_bytes:.0f} B"

@@ -15,130 +15,99 @@ What it sees:
                               d * w is 0 mod 2**64, with weights that know nothing of the values
 
 mix makes that chance small for what numbers share. Without it a change of sign in float64 is
-2**63, which times an odd weight is 2**63 again, and two of them cancel whatever the weights.
+2**63, which times an odd weight is 2**63 again, and two of them cancel whatever the weights. Every
+bit of a number reaches one of the lowest 16 of mix, so d is no multiple of 2**16, and two changes
+cancel with a chance of about 2**-48.
 
-Elements that a layout holds more than once (replicas, repeated kv heads) have copies 0 .. m-1, m
-differing from box to box. With M the greatest m there are fingerprints F_0 .. F_{M-1}; F_k takes
-copy k mod m of each box. Each is a fingerprint of the whole tensor, each copy is in one at least,
-and all must be equal: what is said above holds for every copy.
+An element that a layout holds m times has copies 0 .. m-1, m differing from box to box. There are
+three fingerprints, for any m:
 
-Called by `shardloop.weight_sync` after each transfer; `reshard.gather` asks who is copy 0.
+    F_0   takes copy 0 of each element
+    F_1   the same, and of the pairs of copies (0, 1), (2, 3), ... the difference x an odd factor
+    F_2   the same, and of the pairs (1, 2), (3, 4), ...
+
+All three are equal when all copies are: each copy is compared with the next, and copy 0 with the
+other side. Each copy has an odd factor in F_1 or F_2, so one changed element in one copy is always
+seen within its side, even if the other side holds the same mixture. A tensor that several local
+tensors have whole (tied ones) has three fingerprints for each of them.
+
+Called by `shardloop.weight_sync` after each transfer.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from shardloop.errors import FingerprintError, PlanError
-from shardloop.layout import Box, Layout, Piece, box_of
+from shardloop.dtypes import torch_dtype
+from shardloop.errors import FingerprintError
+from shardloop.layout import Box
+from shardloop.reshard.copies import Copies, Copy
 from shardloop.splitmix import splitmix64
 
 MASK = 2**64 - 1
-FACTOR = 0x5851F42D4C957F2D
-"""Odd, with bits in every place (the multiplier of Knuth's MMIX generator)."""
+NUM_PRINTS = 3
+"""For each of the local tensors that have the same canonical tensor."""
 BLOCK = 1 << 16
 """Elements widened to int64 at a time: few enough for a CPU cache."""
 NO_KEY = torch.tensor(0)
 INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+FOLDS = {1: (), 2: (), 4: (16,), 8: (32, 16)}
+"""By bytes of an element: how far high bits come down, one step after the other."""
+PAIRS = 1 << 14
+"""Where the dims of weights would be, for the factors of pairs."""
 
 
-class Copy(NamedTuple):
-    """Which of the copies of its box a piece is."""
-
-    ordinal: int
-    number: int
-    """How many copies of this box there are."""
-
-
-@dataclass(frozen=True)
-class Copies:
-    """Who holds each box of a layout: the order of the holders numbers the copies."""
-
-    names: tuple[str, ...]
-    """Canonical tensor names, sorted: the order of every vector of fingerprints."""
-    holders: Mapping[tuple[str, Box], tuple[tuple[int, str], ...]]
-    """(canonical name, box) -> the (rank, local name) of every copy, by rank."""
-
-    @cached_property
-    def most(self) -> int:
-        """Copies of the box that has most of them: the number of fingerprints of each tensor."""
-        return max(len(holders) for holders in self.holders.values())
-
-    def of(self, piece: Piece) -> Copy:
-        holders = self.holders[piece.name, piece.box]
-        return Copy(holders.index((piece.rank, piece.local_name)), len(holders))
-
-
-def find_copies(layout: Layout) -> Copies:
-    """Number the copies of every element of `layout`.
-
-    It walks the pieces of all ranks: call it once and keep it.
-
-    Raises:
-        PlanError: the boxes of a tensor do not cover it exactly once (equal boxes count as one).
-    """
-    holders: dict[tuple[str, Box], list[tuple[int, str]]] = {}
-    for rank in range(layout.world_size):
-        for piece in layout.pieces(rank):
-            holders.setdefault((piece.name, piece.box), []).append((rank, piece.local_name))
-    shapes = layout.model.tensor_shapes()
-    boxes: dict[str, list[Box]] = {name: [] for name in shapes}
-    for name, box in holders:
-        boxes[name].append(box)
-    uneven = [name for name, shape in shapes.items() if not _tile(boxes[name], shape)]
-    if uneven:
-        raise PlanError(
-            f"layout {layout.spec!r} has no fingerprint: the boxes of {uneven} do not tile these "
-            "tensors; every element must lie in exactly one box (with any number of holders)"
-        )
-    return Copies(tuple(sorted(shapes)), {key: tuple(ranks) for key, ranks in holders.items()})
-
-
-def _tile(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
-    """Whether each element of `shape` lies in exactly one box: counted on the grid of all ends."""
-    ends = [sorted({end for box in boxes for end in box[dim]}) for dim in range(len(shape))]
-    if [(*end[:1], *end[-1:]) for end in ends] != [(0, size) for size in shape]:
-        return False
-    places = [{end: place for place, end in enumerate(of_dim)} for of_dim in ends]
-    count = np.zeros([len(of_dim) - 1 for of_dim in ends], dtype=np.int64)
-    for box in boxes:
-        runs = zip(places, box, strict=True)
-        count[tuple(slice(place[lo], place[hi]) for place, (lo, hi) in runs)] += 1
-    return bool((count == 1).all())
+def num_prints(copies: Copies) -> int:
+    """Rows of `local_fingerprints`: few, and the same for any number of ranks."""
+    return NUM_PRINTS * copies.most_sources
 
 
 def local_fingerprints(
-    layout: Layout,
-    rank: int,
-    tensors: Mapping[str, Tensor],
-    *,
-    dtype: torch.dtype,
-    copies: Copies,
+    copies: Copies, rank: int, tensors: Mapping[str, Tensor], *, dtype: torch.dtype
 ) -> Tensor:
-    """This rank's share of every F_k; the wrapping sum over the ranks of the layout gives them.
+    """This rank's share of every fingerprint; the wrapping sum over all ranks gives them.
 
     Args:
+        copies: `find_copies` of the layout.
         rank: position within the layout.
         tensors: local tensors by local name, on any device.
         dtype: bits are taken after conversion to it, so that a float32 trainer and a bfloat16
-            engine can agree.
-        copies: `find_copies(layout)`.
+            engine can agree; those of a class that has a dtype of its own, in that.
     Returns:
-        int64 [copies.most, number of canonical tensors] on the CPU: row k is F_k.
+        int64 [num_prints(copies), number of canonical tensors] on the CPU: row k is F_k.
     """
     column = {name: i for i, name in enumerate(copies.names)}
-    sums = [[0] * len(copies.names) for _ in range(copies.most)]
-    for piece in layout.pieces(rank):
-        ordinal, number = copies.of(piece)
-        value = _piece_sum(piece, tensors[piece.local_name], dtype)
-        for row in sums[ordinal::number]:
-            row[column[piece.name]] += value
+    sums = [[0] * len(copies.names) for _ in range(num_prints(copies))]
+    for copy in copies.of(rank):
+        own = copy.tensor_class.dtype
+        wire = dtype if own is None else torch_dtype(own)
+        value = _piece_sum(copy.box, copy.view.of(tensors).detach(), wire)
+        place = column[copy.tensor_class.name(copy.layer, copy.expert)]
+        for source in range(copy.source, copies.most_sources, copy.num_sources):
+            for row, factor in enumerate(_factors(copy)):
+                sums[NUM_PRINTS * source + row][place] += factor * value
     return torch.tensor([[_signed(value) for value in row] for row in sums], dtype=torch.int64)
+
+
+def _factors(copy: Copy) -> tuple[int, int, int]:
+    """Of this copy in F_0, F_1 and F_2."""
+    first = int(copy.ordinal == 0)
+    return first, first + _in_pairs(copy, 0), first + _in_pairs(copy, 1)
+
+
+def _in_pairs(copy: Copy, start: int) -> int:
+    """Factor of a copy in the differences of the pairs (start, start + 1), ...; 0 without one."""
+    pair, is_second = divmod(copy.ordinal - start, 2)
+    has_partner = copy.ordinal >= start and (is_second or copy.ordinal + 1 < copy.number)
+    sign = -1 if is_second else 1
+    return sign * _pair_factor(start, pair) if has_partner else 0
+
+
+@lru_cache(maxsize=4096)
+def _pair_factor(start: int, pair: int) -> int:
+    return int(_weights(PAIRS + start, pair, pair + 1))
 
 
 def check_fingerprints(names: Sequence[str], src: Tensor, dst: Tensor) -> None:
@@ -146,7 +115,7 @@ def check_fingerprints(names: Sequence[str], src: Tensor, dst: Tensor) -> None:
 
     Args:
         names: canonical names in the order of the columns.
-        src, dst: int64 [copies.most of that side, len(names)], summed over all its ranks.
+        src, dst: int64 [prints of that side, len(names)], summed over all its ranks.
     Raises:
         FingerprintError: naming every tensor whose copies disagree within a side, or that differs
             between the sides.
@@ -168,9 +137,9 @@ def check_fingerprints(names: Sequence[str], src: Tensor, dst: Tensor) -> None:
         )
 
 
-def _piece_sum(piece: Piece, tensor: Tensor, dtype: torch.dtype) -> int:
-    weights = [_weights(dim, lo, hi).to(tensor.device) for dim, (lo, hi) in enumerate(piece.box)]
-    return _weighted_sum(box_of(tensor.detach(), piece.local_box), weights, dtype)
+def _piece_sum(box: Box, values: Tensor, dtype: torch.dtype) -> int:
+    weights = [_weights(dim, lo, hi).to(values.device) for dim, (lo, hi) in enumerate(box)]
+    return _weighted_sum(values, weights, dtype)
 
 
 def _weighted_sum(values: Tensor, weights: Sequence[Tensor], dtype: torch.dtype) -> int:
@@ -185,28 +154,33 @@ def _weighted_sum(values: Tensor, weights: Sequence[Tensor], dtype: torch.dtype)
     for i in range(0, values.shape[0], num_rows):
         for j in range(0, values.shape[1], BLOCK):
             block = values[i : i + num_rows, j : j + BLOCK].to(dtype)
-            # A copy even of 8-byte values: mixing is in place, and they are the live weights.
-            bits = block.view(INT_OF_SIZE[dtype.itemsize]).to(torch.int64, copy=True)
-            row_sums = _mix(bits).mul_(col_weights[j : j + BLOCK]).sum(1)
-            total += (row_sums * row_weights[i : i + num_rows]).sum()
+            bits = _mix(block.view(INT_OF_SIZE[dtype.itemsize])).to(torch.int64)
+            row_sums = _times(bits, col_weights[j : j + BLOCK])
+            total += _times(row_sums[None], row_weights[i : i + num_rows])[0]
     return int(total)
 
 
+def _times(rows: Tensor, weights: Tensor) -> Tensor:
+    """Wrapping sum of each row x weights. On a CPU `mv` needs one pass; GPUs have none of int64."""
+    return torch.mv(rows, weights) if rows.device.type == "cpu" else (rows * weights).sum(1)
+
+
 def _mix(bits: Tensor) -> Tensor:
-    """One to one on 64 bits: high bits come down, all go up, and what went up comes down again.
+    """One to one on integers of any size: high bits are folded onto low ones.
 
-    Each step has an inverse: folding is its own, and the factor is odd. Changes `bits`.
+    A step x ^ (x >> n), shifting in zeros, has an inverse. `bits` are those of live weights, and
+    stay as they are.
     """
-    return _fold(_fold(bits).mul_(FACTOR))
+    size = 8 * bits.element_size()
+    for shift in FOLDS[bits.element_size()]:
+        high = (bits >> shift).bitwise_and_(2 ** (size - shift) - 1)  # `>>` repeats the sign
+        bits = high.bitwise_xor_(bits)
+    return bits
 
 
-def _fold(bits: Tensor) -> Tensor:
-    high = bits >> 32
-    return bits.bitwise_xor_(high.bitwise_and_(2**32 - 1))  # `>>` repeats the sign
-
-
+@lru_cache(maxsize=8)
 def _weights(dim: int, lo: int, hi: int) -> Tensor:
-    """Odd int64 weights of coordinates lo .. hi-1 of a dim."""
+    """Odd int64 weights of coordinates lo .. hi-1 of a dim; the same for many layers in turn."""
     return splitmix64(NO_KEY, torch.arange(lo, hi) + ((dim + 1) << 48)) | 1
 
 

@@ -1,8 +1,9 @@
 """The reshard plan: who sends which box of which tensor to whom. Floor 1.
 
 `plan_reshard(src, dst)` returns data; `reshard.verify` proves it and executors carry it out. A plan
-is symbolic: per tensor class one join for each dim, shared by all layers. What a single rank sends
-or receives is written out by `Plan.sends` and `Plan.receives` (see `reshard.turns`).
+is symbolic: per tensor class one join for each block of dims, shared by all layers, experts and
+equal classes. What a single rank sends or receives comes as arrays from `Plan.runs_from` and
+`Plan.runs_to`, and written out from `Plan.sends` and `Plan.receives`.
 
     Layout src ─┐                                   ┌─▶ cost
                 ├─ plan_reshard ─▶ Plan ─▶ verify ─▶ Proof ─▶ executors
@@ -10,18 +11,24 @@ or receives is written out by `Plan.sends` and `Plan.receives` (see `reshard.tur
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from shardloop.errors import PlanError
-from shardloop.families.base import CanonicalModel, TensorClass
+from shardloop.families.base import TensorClass
 from shardloop.layout.layout import Layout, LocalTensor
-from shardloop.layout.tables import make_table
-from shardloop.reshard.flow import Flow, Route, Transfer
-from shardloop.reshard.join import Join, join
-from shardloop.reshard.turns import transfers_from, transfers_to
+from shardloop.layout.tables import Cut, Table, make_table
+from shardloop.reshard.agree import check_models, check_ranks
+from shardloop.reshard.cross import cross, of_copies
+from shardloop.reshard.flow import Blocks, Flow, Route, Runs, Transfer
+from shardloop.reshard.join import join
+from shardloop.reshard.lost import check_living
+from shardloop.reshard.runs import runs_from, runs_to
+from shardloop.reshard.transfers import written_out
+
+LAYER = 0
+"""The canonical dim in which the copies of a tied tensor may differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +40,22 @@ class Plan(Route):
 
         The transfers of one pair of ranks come in the same order as in `receives` of the other.
         """
-        src = self.src_index.get(rank)
-        return [] if src is None else transfers_from(self, src)
+        return written_out(self, self.runs_from(rank))
 
     def receives(self, rank: int) -> list[Transfer]:
         """What global `rank` receives, its copies from itself included; empty if it is no
         destination. Together they write each element that it holds exactly once."""
+        return written_out(self, self.runs_to(rank))
+
+    def runs_from(self, rank: int) -> Iterator[Runs]:
+        """What `sends` writes out, as arrays: boxes of each flow for ranges of layers."""
+        src = self.src_index.get(rank)
+        return iter(()) if src is None else runs_from(self, src)
+
+    def runs_to(self, rank: int) -> Iterator[Runs]:
+        """What `receives` writes out."""
         dst = self.dst_index.get(rank)
-        return [] if dst is None else transfers_to(self, dst)
+        return iter(()) if dst is None else runs_to(self, dst)
 
     @cached_property
     def digest(self) -> str:
@@ -48,9 +63,11 @@ class Plan(Route):
         digest = hashlib.sha256()
         for layout, ranks in ((self.src, self.src_ranks), (self.dst, self.dst_ranks)):
             digest.update(repr((layout.spec, layout.mesh, ranks)).encode())
-        digest.update(_model_text(self).encode())
+        classes = sorted(self.src.model.classes, key=lambda c: c.key)
+        digest.update(repr((self.lost, classes)).encode())
         for flow in sorted(self.flows, key=lambda flow: (flow.key, flow.dst.template)):
-            digest.update(repr((flow.key, flow.src.template, flow.dst.template)).encode())
+            templates = [tensor.template for tensor in (*flow.src, flow.dst)]
+            digest.update(repr((flow.key, templates, flow.blocks)).encode())
             for step in flow.joins:
                 digest.update(step.digest)
         return digest.hexdigest()
@@ -61,23 +78,27 @@ class Plan(Route):
         return tuple(sorted({*self.src_ranks, *self.dst_ranks}))
 
     def summary(self) -> dict[str, Any]:
-        """The plan in words that JSON can hold: layouts, ranks, and each class's pairs by dim."""
+        """The plan in words that JSON can hold: layouts, ranks, and each class's pairs by block."""
         return {
             "src": self.src.spec,
             "dst": self.dst.spec,
             "src_ranks": list(self.src_ranks),
             "dst_ranks": list(self.dst_ranks),
+            "lost": list(self.lost),
             "model": self.src.model.name,
             "num_layers": self.src.model.num_layers,
             "digest": self.digest,
             "flows": [
                 {
                     "key": flow.key,
-                    "src": flow.src.template,
+                    "src": [tensor.template for tensor in flow.src],
                     "dst": flow.dst.template,
                     "layers": list(flow.tensor_class.layers),
+                    "experts": list(flow.tensor_class.experts),
                     "shape": list(flow.tensor_class.shape),
-                    "num_pairs": [len(step.lo) for step in flow.joins[1:]],
+                    "dtype": flow.tensor_class.dtype,
+                    "blocks": [list(block) for block in flow.blocks],
+                    "num_pairs": [len(step.lo) for step in flow.joins],
                 }
                 for flow in self.flows
             ],
@@ -90,6 +111,7 @@ def plan_reshard(
     *,
     src_ranks: Sequence[int] | None = None,
     dst_ranks: Sequence[int] | None = None,
+    lost: Sequence[int] = (),
 ) -> Plan:
     """Plan the way from one layout of a model to another.
 
@@ -98,79 +120,71 @@ def plan_reshard(
         dst_ranks: global rank of each rank of `dst`; default S..S+D-1. Ranks may be in both: what
             such a rank already holds it copies to itself. Other elements come from their holders
             in turn, so that replicas share the work.
+        lost: global ranks of `src` that hold nothing any more; the other holders take their turns.
     Raises:
-        PlanError: the models differ (all tensor names of either side that the other lacks are
-            listed), or the ranks do not fit the layouts.
+        PlanError: the models differ (what either side has and the other lacks is named), the ranks
+            do not fit the layouts, or some elements are held by lost ranks alone.
     """
     default_dst = range(src.world_size, src.world_size + dst.world_size)
     src_ranks = tuple(range(src.world_size) if src_ranks is None else src_ranks)
     dst_ranks = tuple(default_dst if dst_ranks is None else dst_ranks)
-    _check_ranks("src_ranks", src_ranks, src)
-    _check_ranks("dst_ranks", dst_ranks, dst)
-    _check_models(src, dst)
+    check_ranks(src, src_ranks, dst, dst_ranks, tuple(lost))
+    check_models(src, dst)
+    sources = {
+        key: [tensor for tensor in src.tensors if key in tensor.keys] for key in src.model.class_of
+    }
     flows = tuple(
-        _flow(src, tensor_class, target)
+        _flow(sources[tensor_class.key], tensor_class, target)
         for tensor_class in dst.model.classes
         for target in dst.tensors
         if tensor_class.key in target.keys
     )
-    return Plan(src=src, dst=dst, src_ranks=src_ranks, dst_ranks=dst_ranks, flows=flows)
-
-
-def _flow(src: Layout, tensor_class: TensorClass, target: LocalTensor) -> Flow:
-    key = tensor_class.key
-    source = next(tensor for tensor in src.tensors if key in tensor.keys)
-    joins: list[Join] = [
-        join(make_table(a, key), make_table(b, key))
-        for a, b in zip(source.cuts, target.cuts, strict=True)
-    ]
-    return Flow(tensor_class=tensor_class, src=source, dst=target, joins=tuple(joins))
-
-
-def _check_ranks(name: str, ranks: tuple[int, ...], layout: Layout) -> None:
-    if len(ranks) != layout.world_size or len(set(ranks)) != len(ranks) or min(ranks) < 0:
-        raise PlanError(
-            f"{name}={list(ranks)} does not fit layout {layout.spec}; "
-            f"give {layout.world_size} different ranks >= 0"
-        )
-
-
-def _check_models(src: Layout, dst: Layout) -> None:
-    if src.model.classes == dst.model.classes and _sizes(src.model) == _sizes(dst.model):
-        return
-    here, there = src.model.tensor_shapes(), dst.model.tensor_shapes()
-    lines = _named("only in the source", [name for name in here if name not in there])
-    lines += _named("only in the destination", [name for name in there if name not in here])
-    lines += _named(
-        "of different shapes",
-        [
-            f"{name} {shape} -> {there[name]}"
-            for name, shape in here.items()
-            if there.get(name, shape) != shape
-        ],
+    plan = Plan(
+        src=src,
+        dst=dst,
+        src_ranks=src_ranks,
+        dst_ranks=dst_ranks,
+        lost=tuple(sorted(lost)),
+        flows=flows,
     )
-    sizes = zip(_sizes(src.model).items(), _sizes(dst.model).values(), strict=True)
-    lines += _named("different sizes", [f"{key} {a} -> {b}" for (key, a), b in sizes if a != b])
-    if lines:
-        raise PlanError(
-            f"{src.model.name} in layout {src.spec} and {dst.model.name} in layout {dst.spec} are "
-            f"not the same model; make both layouts from one config:\n" + "\n".join(lines)
-        )
+    check_living(plan)
+    return plan
 
 
-def _sizes(model: CanonicalModel) -> dict[str, int]:
-    """What decides the meaning of equal shapes."""
-    return {
-        "num_heads": model.num_heads,
-        "num_kv_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-    }
+def _flow(sources: list[LocalTensor], tensor_class: TensorClass, target: LocalTensor) -> Flow:
+    key = tensor_class.key
+    blocks = _blocks(len(tensor_class.domain), [*sources[0].cuts, *target.cuts])
+    copies = [tensor for tensor in sources if _is_copy(tensor, sources[0], key)]
+    joins = []
+    for block in blocks:
+        shown = copies if LAYER in block else copies[:1]  # elsewhere they are alike
+        table = of_copies(tuple(_table(tensor, block, key) for tensor in shown))
+        joins.append(join(table, _table(target, block, key)))
+    return Flow(
+        tensor_class=tensor_class, src=tuple(copies), dst=target, blocks=blocks, joins=tuple(joins)
+    )
 
 
-def _named(title: str, items: list[str]) -> list[str]:
-    return [f"  {title} ({len(items)}):", *(f"    {item}" for item in items)] if items else []
+def _blocks(num_dims: int, cuts: list[Cut]) -> Blocks:
+    """The finest partition of the dims that all cuts respect."""
+    joined = {dim for cut in cuts for dim in cut.dims[1:]}  # with the dim before
+    blocks: list[tuple[int, ...]] = []
+    for dim in range(num_dims):
+        if dim in joined:
+            blocks[-1] += (dim,)
+        else:
+            blocks.append((dim,))
+    return tuple(blocks)
 
 
-def _model_text(plan: Plan) -> str:
-    classes = sorted(plan.src.model.classes, key=lambda c: c.key)
-    return repr([(c.key, c.template, c.domain) for c in classes])
+def _is_copy(tensor: LocalTensor, first: LocalTensor, key: str) -> bool:
+    """Do both lie alike on the ranks but for the layer? Then a tied tensor may come from either."""
+    here, there = ([(cut.dims, cut.axes) for cut in t.cuts] for t in (tensor, first))
+    return (tensor.mesh, here) == (first.mesh, there) and all(
+        make_table(a, key) is make_table(b, key)
+        for a, b in zip(tensor.cuts[1:], first.cuts[1:], strict=True)
+    )
+
+
+def _table(tensor: LocalTensor, block: tuple[int, ...], key: str) -> Table:
+    return cross(tuple(make_table(cut, key) for cut in tensor.cuts if cut.dims[0] in block))

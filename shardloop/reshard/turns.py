@@ -1,170 +1,133 @@
-"""One rank's list of transfers, and which holder sends. Called by `Plan`. Floor 1.
+"""Which holder sends: the deliveries of a cell go round its holders. Called by `reshard.runs`.
 
-A cell of a layer has M holders and C consumers. A consumer that holds the cell copies it to itself;
-otherwise consumer c is served by holder
+Floor 1.
 
-    k = (c + C * (cell + layer)) mod M
+A cell of n layers has M living holders and C far consumers (those who hold it themselves copy it).
+With P = M / gcd(C, M), C * P deliveries t = c + C * j go round the holders in whole turns:
 
-so the work moves over all replicas, and a source can solve for its consumers without asking anyone.
-`cell` is salted by the class's name, so the order of tensors plays no part.
+    holder of delivery t = (t + start) mod M          for consumer c < C and j < P
+
+Delivery (c, j) is every P-th layer from j on; the n mod P layers that are left over are cut in P
+chunks, and chunk j goes with it. So all holders send the same, and both ends can solve for the
+other without asking anyone. `start` is salted by the class's name: the order of tensors plays no
+part.
 """
 
-from collections.abc import Iterator
-from itertools import product
-from math import gcd, prod
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 
-from shardloop.layout.layout import Layout, LocalTensor
-from shardloop.layout.tables import Axis, offsets
-from shardloop.reshard.flow import Flow, Route, Run, Transfer, View
-from shardloop.reshard.join import Pair
+import numpy as np
 
-
-def transfers_to(route: Route, dst: int) -> list[Transfer]:
-    return _written_out(route, runs_to(route, dst))
+from shardloop.layout.strips import Ints
+from shardloop.reshard.flow import Flow, Route
+from shardloop.reshard.sides import NOBODY
 
 
-def transfers_from(route: Route, src: int) -> list[Transfer]:
-    return _written_out(route, runs_from(route, src))
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Turns:
+    """The turns of the product of some cells of each block; arrays by cell of the product."""
 
-
-def runs_to(route: Route, dst: int) -> Iterator[Run]:
-    """What rank `dst` of the destination layout receives."""
-    own = route.src_index.get(route.dst_ranks[dst])
-    for flow in route.flows:
-        free = _free(flow.dst, route.dst)
-        ordinal = free.index(dst - _cut_part(flow.dst, dst))
-        lists = [
-            step.pairs_to.get(cut.part(dst), ())
-            for step, cut in zip(flow.joins, flow.dst.cuts, strict=True)
-        ]
-        for pairs in product(*lists):
-            yield from _runs_of_consumer(route, flow, pairs, dst, ordinal, own)
-
-
-def runs_from(route: Route, src: int) -> Iterator[Run]:
-    """What rank `src` of the source layout sends: the same rule, solved from the other side."""
-    own = route.dst_index.get(route.src_ranks[src])
-    for flow in route.flows:
-        lists = [
-            step.pairs_from.get(cut.part(src), ())
-            for step, cut in zip(flow.joins, flow.src.cuts, strict=True)
-        ]
-        for pairs in product(*lists):
-            yield from _runs_of_holder(route, flow, pairs, src, own)
-
-
-def _runs_of_consumer(
-    route: Route,
-    flow: Flow,
-    pairs: tuple[Pair, ...],
-    dst: int,
-    ordinal: int,
-    own: int | None,
-) -> Iterator[Run]:
-    layers = range(pairs[0].lo, pairs[0].hi)
-    if own is not None and _holds(flow, pairs, own):
-        yield _run(flow, pairs, own, dst, layers)
-        return
-    turn = _Turn.of(route, flow, pairs)
-    consumer = turn.first + ordinal
-    for offset in range(min(turn.period, len(layers))):
-        holder = turn.holder(consumer, layers[offset])
-        yield _run(flow, pairs, turn.sources[holder], dst, layers[offset :: turn.period])
-
-
-def _runs_of_holder(
-    route: Route, flow: Flow, pairs: tuple[Pair, ...], src: int, own: int | None
-) -> Iterator[Run]:
-    layers = range(pairs[0].lo, pairs[0].hi)
-    turn = _Turn.of(route, flow, pairs)
-    mine = turn.sources.index(src)
-    base = sum(pair.dst_part for pair in pairs)
-    for ordinal, free in enumerate(_free(flow.dst, route.dst)):
-        dst = base + free
-        if dst == own:
-            yield _run(flow, pairs, src, dst, layers)
-            continue
-        near = route.src_index.get(route.dst_ranks[dst])
-        if near is not None and _holds(flow, pairs, near):
-            continue
-        consumer = turn.first + ordinal
-        for offset in range(min(turn.period, len(layers))):
-            if turn.holder(consumer, layers[offset]) == mine:
-                yield _run(flow, pairs, src, dst, layers[offset :: turn.period])
-
-
-class _Turn(NamedTuple):
-    """The numbers of one cell: who holds it, how many want it, and where the turn starts."""
-
-    sources: list[int]
-    """The M holders, as source layout ranks."""
-    num_consumers: int
-    first: int
-    """Number of the first free consumer of these pairs."""
-    cell: int
-    period: int
-    """The turn repeats after this many layers."""
+    flow: Flow
+    cells: list[Ints]
+    """Of each block."""
+    num_consumers: Ints
+    """The far ones."""
+    num_holders: Ints
+    """The living ones."""
+    near: Ints
+    """[*, cells]: numbers of the consumers that hold the cell, increasing, then NOBODY."""
+    lost: Ints
+    """[*, cells]: numbers of the holders that are lost, likewise."""
 
     @staticmethod
-    def of(route: Route, flow: Flow, pairs: tuple[Pair, ...]) -> "_Turn":
-        free = _free(flow.src, route.src)
-        parts = product(free, *(pair.holder_parts for pair in pairs))
-        sources = [sum(part) for part in parts]
-        first = 0
-        for pair in pairs:
-            first = first * pair.mult + pair.turn
-        num_free = len(_free(flow.dst, route.dst))
-        num_consumers = num_free * prod(pair.mult for pair in pairs)
-        cell = flow.salt + sum(pair.cell for pair in pairs)
-        period = len(sources) // gcd(num_consumers, len(sources))
-        return _Turn(sources, num_consumers, first * num_free, cell, period)
+    def of(route: Route, flow: Flow, cells: list[Ints]) -> "Turns":
+        wants = opened(cells)
+        holds = opened(atoms_of(flow, cells))
+        num_consumers, num_holders = flow.consumers.count(wants), flow.holders.count(holds)
+        lost = flow.holders.number(holds, route.lost_index)
+        near = np.empty((*num_holders.shape[:-1], 0), dtype=np.int64)
+        if route.shares_ranks:
+            number = np.arange(num_holders.max(initial=0))
+            ranks, _ = flow.holders.at(holds, number % num_holders)
+            twins = np.where(number < num_holders, route.twin[ranks], -1)
+            near = flow.consumers.number(wants, np.maximum(twins, 0))
+            near = np.where(twins < 0, NOBODY, near)
+        near, lost = _increasing(near), _increasing(lost)
+        return Turns(
+            flow=flow,
+            cells=cells,
+            num_consumers=num_consumers.reshape(-1) - (near < NOBODY).sum(axis=0),
+            num_holders=num_holders.reshape(-1) - (lost < NOBODY).sum(axis=0),
+            near=near,
+            lost=lost,
+        )
 
-    def holder(self, consumer: int, layer: int) -> int:
-        return (consumer + self.num_consumers * (self.cell + layer)) % len(self.sources)
+    def cells_at(self, cell: Ints) -> list[Ints]:
+        """The cell of each block, by cell of the product."""
+        index = np.unravel_index(cell, [len(choice) for choice in self.cells])
+        return [choice[i] for choice, i in zip(self.cells, index, strict=True)]
+
+    @cached_property
+    def period(self) -> Ints:
+        """P."""
+        return self.num_holders // self._gcd
+
+    @cached_property
+    def num_deliveries(self) -> Ints:
+        """Of each holder."""
+        return self.num_consumers // self._gcd
+
+    @cached_property
+    def _gcd(self) -> Ints:
+        return np.maximum(np.gcd(self.num_consumers, self.num_holders), 1)
+
+    @cached_property
+    def start(self) -> Ints:
+        """By cell, differing from cell to cell and from class to class."""
+        return sum(opened(self.cells), np.array(self.flow.salt)).reshape(-1)
+
+    def holder(self, cell: Ints, consumer: Ints, j: Ints) -> Ints:
+        """Who brings delivery j; numbers of consumer and holder count all of the cell."""
+        consumer = _squeezed(consumer, self.near[:, cell])
+        t = consumer + self.num_consumers[cell] * j + self.start[cell]
+        return _stretched(t % self.num_holders[cell], self.lost[:, cell])
+
+    def delivery(self, cell: Ints, holder: Ints, i: Ints) -> tuple[Ints, Ints]:
+        """The i-th delivery of a holder: to which consumer, and its j. The inverse of `holder`."""
+        num_holders = self.num_holders[cell]
+        holder = _squeezed(holder, self.lost[:, cell])
+        t = (holder - self.start[cell]) % num_holders + num_holders * i
+        j, consumer = np.divmod(t, self.num_consumers[cell])
+        return _stretched(consumer, self.near[:, cell]), j
 
 
-def _run(flow: Flow, pairs: tuple[Pair, ...], src: int, dst: int, layers: range) -> Run:
-    """The run of these pairs from `src`, which must hold them."""
-    starts = []
-    for pair, cut in zip(pairs, flow.src.cuts, strict=True):
-        starts.append(pair.src_starts[pair.holder_parts.index(cut.part(src))])
-    box = tuple((pair.lo, pair.hi) for pair in pairs[1:])
-    dst_starts = tuple(pair.dst_start for pair in pairs[1:])
-    return Run(flow, src, dst, layers, box, tuple(starts[1:]), dst_starts)
+def atoms_of(flow: Flow, cells: list[Ints]) -> list[Ints]:
+    """The atom that each cell is part of, by block."""
+    return [step.cell_atom[cell] for step, cell in zip(flow.joins, cells, strict=True)]
 
 
-def _holds(flow: Flow, pairs: tuple[Pair, ...], src: int) -> bool:
-    return all(
-        cut.part(src) in pair.holder_parts for pair, cut in zip(pairs, flow.src.cuts, strict=True)
-    )
+def opened(choices: list[Ints]) -> list[Ints]:
+    """An open grid of all combinations, with a last axis more."""
+    num = len(choices)
+    return [c.reshape((1,) * i + (-1,) + (1,) * (num - i)) for i, c in enumerate(choices)]
 
 
-def _free(tensor: LocalTensor, layout: Layout) -> list[int]:
-    axes: tuple[Axis, ...] = tensor.free_axes(layout.mesh)
-    return offsets(axes)
+def _increasing(numbers: Ints) -> Ints:
+    """[..., *] -> [*, cells]: sorted, with as many as the cell that has most."""
+    numbers = np.sort(numbers.reshape(prod(numbers.shape[:-1]), numbers.shape[-1])).T
+    return numbers[(numbers < NOBODY).any(axis=1)]
 
 
-def _cut_part(tensor: LocalTensor, rank: int) -> int:
-    return sum(cut.part(rank) for cut in tensor.cuts)
+def _squeezed(number: Ints, left_out: Ints) -> Ints:
+    """Numbers counted without those left out, which are given one after the other, increasing."""
+    for left in left_out[::-1]:
+        number = number - (left < number)
+    return number
 
 
-def _written_out(route: Route, runs: Iterator[Run]) -> list[Transfer]:
-    """The transfers of runs, lower layers first, then by name, box and rank."""
-    keyed = []
-    for run in runs:
-        tensor_class = run.flow.tensor_class
-        ranks = route.src_ranks[run.src], route.dst_ranks[run.dst]
-        shape = tuple(hi - lo for lo, hi in run.box)
-        src_slices = _slices(run.src_starts, shape)
-        dst_slices = _slices(run.dst_starts, shape)
-        for layer in run.layers:
-            src = View(run.flow.src.template.format(layer=layer), src_slices, shape)
-            dst = View(run.flow.dst.template.format(layer=layer), dst_slices, shape)
-            transfer = Transfer(*ranks, tensor_class.name(layer), run.box, src, dst)
-            keyed.append(((layer, transfer.name, dst.local_name, run.box, ranks), transfer))
-    return [transfer for _, transfer in sorted(keyed, key=lambda item: item[0])]
-
-
-def _slices(starts: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(starts, shape, strict=True))
+def _stretched(number: Ints, left_out: Ints) -> Ints:
+    """The inverse of `_squeezed`."""
+    for left in left_out:
+        number = number + (left <= number)
+    return number

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardloop.checkpoint import TRAINER_FILE, latest_checkpoint
+from shardloop.checkpoint import TRAINER_FILE, SaveReport, latest_checkpoint, prune_checkpoints
 from shardloop.config import (
     CheckpointConfig,
     EvalConfig,
@@ -48,11 +48,14 @@ CONFIG = TrainConfig(
     reward="tests.controller.test_resume:share_of_a",
     steps=5,
     grpo=GRPOConfig(prompts_per_step=2, samples_per_prompt=4),
-    optim=OptimConfig(lr=0.5, warmup_steps=1),
+    optim=OptimConfig(lr=0.5, warmup_steps=1, schedule="cosine"),
     eval=EvalConfig(prompts=4, every=2),
     checkpoint=CheckpointConfig(every=2, keep=5),
 )
-CLOCKS = ("seconds", "step_s", "tokens_per_s", "rollout_tokens_per_s", "elapsed_s", "wire_bytes")
+CLOCKS = (
+    *("seconds", "step_s", "tokens_per_s", "rollout_tokens_per_s", "elapsed_s", "wire_bytes"),
+    "checkpoint_seconds",
+)
 """What a clock or the wire says: a resumed run may sync once more."""
 
 
@@ -65,12 +68,23 @@ def always_half(prompt: Prompt, text: str, *, finished: bool) -> float:
 
 
 class SavedTrainer(RowTrainer):
-    """With checkpoints and an export."""
+    """With an export, and checkpoints that are complete a while after they are asked for."""
 
-    def save(self, path: Path, *, extra: dict[str, Any]) -> None:
-        path.mkdir(parents=True)
+    def save(self, path: Path, *, extra: dict[str, Any], keep: int, background: bool) -> None:
         state = {"logits": self.logits_V.tolist(), "version": self.version, "extra": extra}
-        (path / TRAINER_FILE).write_text(json.dumps(state))
+        self.pending = path, json.dumps(state), keep
+        self.num_asked = 0
+
+    def is_saving(self) -> bool:
+        self.num_asked += 1
+        return self.num_asked < 2
+
+    def finish_save(self) -> SaveReport:
+        path, text, keep = self.pending
+        path.mkdir(parents=True)
+        (path / TRAINER_FILE).write_text(text)
+        prune_checkpoints(path.parent, keep=keep)
+        return SaveReport(path=path, stall_s=0.5, wait_s=0.25, write_s=1.0)
 
     def load(self, path: Path) -> dict[str, Any]:
         state = json.loads((path / TRAINER_FILE).read_text())
@@ -162,6 +176,8 @@ def stop_at(folder: RunFolder, step: int) -> None:
                 stop_requested=lambda: len(read_jsonl(folder.metrics)) >= step,
             )
         )
+    newest = latest_checkpoint(folder.checkpoints)
+    assert newest is not None and newest.name == f"step-00000{step}", "a run ends with a checkpoint"
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 4])

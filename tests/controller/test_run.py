@@ -41,7 +41,10 @@ SMALL = TrainConfig(
     checkpoint=CheckpointConfig(every=2, keep=2),
     workers=WorkersConfig(timeout_s=120.0),
 )
-TIMES = ("seconds", "step_s", "elapsed_s", "tokens_per_s", "rollout_tokens_per_s", "wire_bytes")
+TIMES = (
+    *("seconds", "step_s", "elapsed_s", "tokens_per_s", "rollout_tokens_per_s", "wire_bytes"),
+    "checkpoint_seconds",
+)
 
 
 def run(config: TrainConfig, out: Path, **options: object) -> tuple[RunFolder, list[Event]]:

@@ -12,7 +12,7 @@ import pytest
 from tests.repo.source import ROOT, homes, imports, imports_package, modules
 
 # `shardloop` is the root and names nothing; a package that spreads over floors imports nothing.
-ROOMLESS = {"shardloop", "shardloop.reshard", "shardloop.engines"}
+ROOMLESS = {"shardloop", "shardloop.engines"}
 WITHOUT_TORCH = (
     "shardloop.layout",
     "shardloop.families",

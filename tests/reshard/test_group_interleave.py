@@ -11,13 +11,13 @@ import pytest
 
 from shardloop.families import CanonicalModel
 from shardloop.layout import Layout, make_layout
-from shardloop.layout.layout import LocalTensor
-from shardloop.layout.strips import cat, split, whole
+from shardloop.layout.strips import cat, pick, split, whole
 from shardloop.layout.tables import Cut
 from shardloop.reshard.inprocess import execute_inprocess
 from shardloop.reshard.plan import plan_reshard
 from shardloop.reshard.verify import verify
 from tests.layout.reference import Arrays, expected_local, tiny_model
+from tests.reshard.simulate import empty_tensors
 
 Q, K, V = (f"self_attn.{kind}_proj.weight" for kind in "qkv")
 FUSED = "model.layers.0.self_attn.linear_qkv.weight"
@@ -33,16 +33,17 @@ def interleaved(model: CanonicalModel, tp: int) -> Layout:
     """The hf layout at this tp, with one qkv tensor that lists q, k and v group after group."""
     layout = make_layout(model, f"tp={tp}")
     groups = model.num_kv_heads
-    parts = [
-        split(whole(key, 0, heads), groups)
-        for key, heads in ((Q, model.num_heads), (K, groups), (V, groups))
-    ]
-    stripe = cat(*(part[group] for group in range(groups) for part in parts))
+    members = ((Q, model.num_heads), (K, groups), (V, groups))
+    by_group = cat(*(split(whole(key, (0, heads)), groups) for key, heads in members))
+    stripe = split(pick(by_group, [range(groups)]), tp)
     q = next(tensor for tensor in layout.tensors if tensor.keys == (Q,))
-    layers, _, width = q.cuts
-    rows = Cut((layout.mesh[-1],), tuple(split(stripe, tp)))
-    template = "model.layers.{layer}.self_attn.linear_qkv.weight"
-    fused = LocalTensor(template=template, keys=(Q, K, V), cuts=(layers, rows, width))
+    layers, experts, _, width = q.cuts
+    fused = dataclasses.replace(
+        q,
+        template="model.layers.{layer}.self_attn.linear_qkv.weight",
+        keys=(Q, K, V),
+        cuts=(layers, experts, Cut((2,), (layout.mesh[-1],), stripe), width),
+    )
     others = tuple(tensor for tensor in layout.tensors if tensor.keys[0] not in (Q, K, V))
     return dataclasses.replace(layout, tensors=(fused, *others))
 
@@ -59,10 +60,7 @@ def weights(model: CanonicalModel) -> Arrays:
 def moved(src: Layout, dst: Layout, tensors: dict[int, Arrays]) -> dict[int, Arrays]:
     """Destination ranks from 0, after a proved plan."""
     plan = plan_reshard(src, dst)
-    result = {
-        rank: {name: np.zeros(shape, int) for name, shape in dst.local_shapes(i).items()}
-        for i, rank in enumerate(plan.dst_ranks)
-    }
+    result = empty_tensors(plan)
     execute_inprocess(verify(plan), tensors, result)
     return {i: result[rank] for i, rank in enumerate(plan.dst_ranks)}
 

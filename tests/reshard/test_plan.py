@@ -1,12 +1,10 @@
-"""The plan as data: what it refuses, what it prints, and that it is quick and the same anywhere."""
+"""The plan as data: what it refuses, what it prints, and that it is the same anywhere."""
 
 import json
 import os
 import pickle
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,16 +22,6 @@ from tests.layout.reference import LARGE, labels, tiny_model
 from tests.reshard.simulate import empty_tensors, planned, resharded, source_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
-SMOL = {
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "tie_word_embeddings": True,
-}
 
 
 def test_names_that_only_one_side_has_are_all_listed_for_both_sides() -> None:
@@ -90,6 +78,48 @@ def test_ranks_that_do_not_fit_the_layout_are_refused(ranks: list[int]) -> None:
         assert "give 2 different ranks >= 0" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("lost", "fault"),
+    [([5], r"lost=\[5\] are not in src_ranks"), ([1], r"lost=\[1\] are in dst_ranks")],
+)
+def test_lost_ranks_that_hold_nothing_or_receive_are_refused(lost: list[int], fault: str) -> None:
+    with pytest.raises(PlanError, match=fault):
+        planned(tiny_model(), "dp=2", "tp=2", dst_ranks=[1, 2], lost=lost)
+
+
+def test_what_no_living_rank_holds_is_named_by_class_layers_and_ranks() -> None:
+    with pytest.raises(PlanError) as error:
+        planned(tiny_model(num_hidden_layers=4), "pp=2,tp=2", "engine:tp=2", lost=[3])
+    text = str(error.value)
+    assert "with ranks 3 lost, no rank holds all of these tensors" in text
+    assert "mlp.gate_proj.weight, layers 2-3: only on ranks 3" in text
+    assert "norm" not in text and "layers 0" not in text and len(text.splitlines()) < 12
+
+
+def test_many_differing_names_are_summed_up() -> None:
+    models = tiny_model("llama", num_hidden_layers=9), tiny_model("qwen3", num_hidden_layers=11)
+    with pytest.raises(PlanError) as error:
+        plan_reshard(*(make_layout(model, "fsdp=2") for model in models))
+    assert "    and " in str(error.value) and len(str(error.value).splitlines()) < 30
+
+
+def test_kept_dtypes_that_differ_are_named() -> None:
+    model = tiny_model()
+    classes = tuple(
+        replace(c, dtype="float32") if c.key == "input_layernorm.weight" else c
+        for c in model.classes
+    )
+    other = replace(model, classes=classes)
+    with pytest.raises(PlanError, match=r"of different dtypes \(2\)") as error:
+        plan_reshard(make_layout(model, "fsdp=2"), make_layout(other, "fsdp=2"))
+    assert "layers.1.input_layernorm.weight the model's -> float32" in str(error.value)
+    plan = plan_reshard(make_layout(other, "fsdp=2"), make_layout(other, "engine:tp=2"))
+    found = {t.name: t.dtype for t in plan.receives(2)}
+    assert {name for name, dtype in found.items() if dtype == "float32"} == {
+        f"model.layers.{layer}.input_layernorm.weight" for layer in range(2)
+    }
+
+
 def test_ranks_outside_the_plan_have_nothing_to_do() -> None:
     plan = planned(tiny_model(), "fsdp=2", "engine:tp=2", src_ranks=[4, 2], dst_ranks=[7, 2])
     assert plan.ranks == (2, 4, 7)
@@ -137,21 +167,22 @@ def test_local_shapes_that_do_not_fit_are_all_listed() -> None:
         assert fault in str(error.value)
 
 
-def test_digest_is_the_same_in_every_process() -> None:
+def test_every_process_makes_the_same_plan_and_the_same_lists() -> None:
     program = (
         "from tests.layout.reference import tiny_model\n"
         "from tests.reshard.simulate import planned\n"
-        "print(planned(tiny_model('qwen3'), 'dp=2,fsdp=3', 'engine:tp=4').digest)"
+        "plan = planned(tiny_model('qwen3'), 'dp=2,fsdp=3', 'engine:tp=4')\n"
+        "print(plan.digest, [plan.sends(rank) + plan.receives(rank) for rank in plan.ranks])"
     )
-    digests = {planned(tiny_model("qwen3"), "dp=2,fsdp=3", "engine:tp=4").digest}
+    printed = set()
     for hash_seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
         command = [sys.executable, "-c", program]
         done = subprocess.run(
             command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True
         )
-        digests.add(done.stdout.strip())
-    assert len(digests) == 1
+        printed.add(done.stdout)
+    assert len(printed) == 1
 
 
 def test_digest_tells_plans_apart() -> None:
@@ -195,31 +226,10 @@ def test_equal_cuts_share_their_joins_whatever_the_number_of_layers() -> None:
     assert joins(80) == joins(8) < 20
 
 
-def seconds(work: Callable[[], None]) -> float:
-    """Best of three, so that another program's burst does not count."""
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-def test_planning_a_small_model_and_listing_every_rank_is_quick() -> None:
-    model = canonical_model(SMOL)
-
-    def work() -> None:
-        plan = plan_reshard(make_layout(model, "fsdp=2"), make_layout(model, "engine:tp=3"))
-        verify(plan)
-        assert all(plan.sends(rank) + plan.receives(rank) for rank in plan.ranks)
-
-    assert seconds(work) < 0.2
-
-
-def test_planning_and_proving_a_70b_model_is_quick() -> None:
-    model = canonical_model(LARGE)
-
-    def work() -> None:
-        verify(plan_reshard(make_layout(model, "fsdp=64"), make_layout(model, "engine:tp=8")))
-
-    assert seconds(work) < 1.0
+def test_replanning_after_a_loss_meets_no_tables_anew() -> None:
+    model = tiny_model()
+    layouts = make_layout(model, "dp=2,fsdp=2"), make_layout(model, "engine:tp=2")
+    first, again = plan_reshard(*layouts), plan_reshard(*layouts, lost=[1])
+    assert again.digest != first.digest
+    for old, new in zip(first.flows, again.flows, strict=True):
+        assert all(a is b for a, b in zip(old.joins, new.joins, strict=True))

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardloop import checkpoint
 from shardloop.checkpoint import (
     DRIVER_FILE,
     TRAINER_FILE,
@@ -22,7 +21,9 @@ from shardloop.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
     prune_checkpoints,
+    read_metadata,
     save_checkpoint,
+    writing,
 )
 from shardloop.config import OptimConfig, TrainerConfig
 from shardloop.errors import CheckpointError
@@ -72,6 +73,7 @@ def save_and_go_on(context: RankContext, folder: Path, path: Path, keep: bool) -
 
 
 def load_and_go_on(context: RankContext, folder: Path, path: Path, keep: bool) -> Any:
+    torch.manual_seed(99)  # nothing of a trainer depends on torch's generators
     trainer = make_trainer(context, folder, reference=keep)
     train(trainer, range(5, 6))  # a used trainer: everything of its own must be replaced
     extra = trainer.load(path)
@@ -102,6 +104,16 @@ def test_weights_moments_and_versions_come_back_at_any_number_of_ranks(
         torch.testing.assert_close(resumed, uninterrupted, rtol=1e-9, atol=1e-12)
 
 
+def test_training_goes_on_bit_for_bit_on_as_many_ranks(folder, tmp_path) -> None:
+    """So weights, moments and version are all the state there is: no generator, no schedule."""
+    path = tmp_path / checkpoint_name(2)
+    by_rank = run_ranks(save_and_go_on, 2, folder, path, False)
+    for (_, uninterrupted), (*_, resumed) in zip(
+        by_rank, run_ranks(load_and_go_on, 2, folder, path, False), strict=True
+    ):
+        assert all(torch.equal(resumed[key], uninterrupted[key]) for key in uninterrupted)
+
+
 @contextmanager
 def files_of_at_most(num_bytes: int) -> Iterator[None]:
     """Writing more fails with OSError, as on a full disk."""
@@ -126,7 +138,7 @@ def trainer_beside_engine(context: RankContext, folder: Path, path: Path) -> boo
     )
     train(trainer, range(1))
     before = whole_state(trainer)
-    trainer.save(path)
+    trainer.save(path, background=True)
     train(trainer, range(1, 2))
     trainer.load(path)
     trainer.export(path.with_name("export"))
@@ -289,13 +301,13 @@ def two_ranks_that_stop_at_different_times(context: RankContext, run: Path) -> t
     """One rank fails at once, the other goes on writing for a while and makes files."""
     path = run / checkpoint_name(1)
 
-    def slow_save(state: Any, *, checkpoint_id: Path, process_group: Any) -> None:
+    def slow_save(unfinished: Path, *_: Any) -> None:
         if context.rank == 0:
             raise OSError("rank 0 cannot write")
         time.sleep(0.5)
-        (checkpoint_id / "late").mkdir()
+        (unfinished / "late").mkdir()
 
-    checkpoint.save = slow_save
+    writing.write_shards = slow_save
     text = message(lambda: save_checkpoint(path, {}, version=1, extra={}, group=dist.group.WORLD))
     left = sorted(entry.name for entry in run.iterdir())
     dist.barrier()
@@ -303,10 +315,9 @@ def two_ranks_that_stop_at_different_times(context: RankContext, run: Path) -> t
     def refusing(path: Path) -> None:
         raise PermissionError(f"not allowed to remove {path.name}")
 
-    plain, checkpoint._remove = checkpoint._remove, refusing
-    checkpoint._start_folder = lambda unfinished: unfinished.mkdir()
+    writing.remove = refusing
+    writing.start_folder = lambda unfinished: unfinished.mkdir()
     stuck = message(lambda: save_checkpoint(path, {}, version=1, extra={}, group=dist.group.WORLD))
-    checkpoint._remove = plain
     return text, left, stuck
 
 
@@ -317,16 +328,6 @@ def test_what_a_failed_save_wrote_goes_when_all_ranks_have_stopped_or_is_named(t
         assert "rank 0 cannot write" in stuck
         assert "remove by hand what is left" in stuck
         assert "not allowed to remove .step-000001.unfinished" in stuck
-
-
-@pytest.fixture
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dist.ProcessGroup]:
-    """This process alone."""
-    store = tmp_path_factory.mktemp("store") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def save_value(path: Path, value: float, group: dist.ProcessGroup) -> None:
@@ -391,6 +392,35 @@ def test_replacing_a_checkpoint_leaves_one_to_load_wherever_it_fails(
     assert 1 < first_bad < 19
 
 
+def test_a_folder_has_its_name_only_when_every_byte_in_it_was_synced(
+    tmp_path, group, monkeypatch
+) -> None:
+    """Sizes at the time of the sync: what was still in a buffer is not on the disk."""
+    path, events = tmp_path / checkpoint_name(1), []
+    size_of: dict[int, int] = {}
+    fsync, rename = os.fsync, os.rename
+
+    def noting_fsync(descriptor: int) -> None:
+        found = os.fstat(descriptor)
+        size_of[found.st_ino] = found.st_size
+        events.append(found.st_ino)
+        fsync(descriptor)
+
+    def noting_rename(source: Any, target: Any) -> None:
+        events.append(Path(target).name)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", noting_fsync)
+    monkeypatch.setattr(os, "rename", noting_rename)
+    save_value(path, 1.0, group)
+    files = [file.stat() for file in path.iterdir()]
+    named = events.index(path.name)
+    assert {file.st_ino for file in files} <= set(events[:named])
+    assert all(size_of[file.st_ino] == file.st_size > 0 for file in files)
+    assert events[named - 1] == path.stat().st_ino, "the names in the folder come last"
+    assert events[named + 1] == tmp_path.stat().st_ino
+
+
 def test_what_killed_saves_and_prunes_left_is_removed_by_the_next(tmp_path, group) -> None:
     def leave() -> None:
         for name in (".step-000001.unfinished", ".step-000002.removed", ".step-000003.old.removed"):
@@ -450,6 +480,16 @@ def test_a_damaged_checkpoint_is_refused_in_a_line_that_names_an_older_intact_on
     DAMAGES["no metadata"](paths[0])
     text = message(lambda: loaded_value(paths[2], group))
     assert text is not None and "there is no older intact checkpoint beside it" in text
+
+
+def test_metadata_can_be_read_without_tensors_or_ranks(tmp_path, group) -> None:
+    path = tmp_path / checkpoint_name(1)
+    save_value(path, 1.0, group)
+    entry = read_metadata(path).state_dict_metadata["w"]
+    assert (entry.size, entry.properties.dtype) == (torch.Size([3]), torch.float32)
+    shard(path).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"damaged \(__0_0.distcp has 0 bytes of "):
+        read_metadata(path)
 
 
 @pytest.mark.parametrize("extra", [{1: "a"}, {"a": (2, 3)}, {"a": [{"b": {None: 1}}]}])

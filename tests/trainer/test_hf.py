@@ -272,7 +272,7 @@ def test_interrupted_export_is_no_model(folder, tmp_path, monkeypatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hf.weights, "save_file", fail)
+    monkeypatch.setattr(hf.shards, "write_file", fail)
     tensors = {"model.norm.weight": torch.ones(2)}
     with pytest.raises(OSError, match="No space"):
         hf.save_hf_folder(

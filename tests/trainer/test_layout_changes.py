@@ -22,8 +22,8 @@ from shardloop.trainer import Trainer
 from shardloop.weight_sync import WeightSync
 from tests.harness import run_ranks
 from tests.models import make_folder
-from tests.reshard.live import cut, empty
 from tests.trainer.batches import make_random_batch
+from tests.transport.live import cut, empty
 
 
 def make_trainer(context: RankContext, folder: Path, layout: str, **settings: Any) -> Trainer:
@@ -53,7 +53,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("model"), tied=False)
 
 
-STOPS = ("fsdp=4", "fsdp=2,tp=2", "dp=2,tp=2", "fsdp=4")
+FSDP, TP, BOTH = "fsdp=4", "dp=2,tp=2", "fsdp=2,tp=2"
+STOPS = (FSDP, TP, FSDP, BOTH, TP, BOTH, FSDP)
+"""Each of the three is followed once by each other."""
 
 
 def passed_on(context: RankContext, folder: Path, run: Path) -> list[dict[str, Any]]:
@@ -67,7 +69,8 @@ def passed_on(context: RankContext, folder: Path, run: Path) -> list[dict[str, A
         loaded = whole_state(trainer)
         trainer.export(run / f"export {number}")
         train(trainer, range(number, number + 1))
-        trainer.save(run / f"step-00000{number + 1}")
+        trainer.save(run / f"step-00000{number + 1}", background=number % 2 == 0)
+        trainer.finish_save()
         stops.append({"loaded": loaded, "saved": whole_state(trainer)})
     return stops
 
@@ -81,10 +84,23 @@ def test_checkpoints_and_exports_are_bit_for_bit_the_same_under_any_layout(
             saved, loaded = before["saved"], after["loaded"]
             assert loaded.keys() == saved.keys()
             assert [key for key in saved if not torch.equal(loaded[key], saved[key])] == []
+    for states in run_ranks(loaded_by_fewer, 2, folder, tmp_path):
+        for stop, loaded in zip(by_rank[0][-3:], states, strict=True):
+            assert all(torch.equal(loaded[key], stop["saved"][key]) for key in stop["saved"])
     for number, stop in enumerate(by_rank[0]):
         exported = load_file(tmp_path / f"export {number}" / "model.safetensors")
         assert {f"model.{name}" for name in exported} < set(stop["loaded"])
         assert all(torch.equal(exported[n], stop["loaded"][f"model.{n}"]) for n in exported)
+
+
+def loaded_by_fewer(context: RankContext, folder: Path, run: Path) -> list[dict[str, Tensor]]:
+    """Each of the three layouts' last checkpoints, cut by heads over two ranks."""
+    states = []
+    for number in (5, 6, 7):
+        trainer = make_trainer(context, folder, "tp=2")
+        trainer.load(run / f"step-00000{number}")
+        states.append(whole_state(trainer))
+    return states
 
 
 def shards_and_updates(context: RankContext, folder: Path) -> dict[str, Any]:

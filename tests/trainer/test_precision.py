@@ -17,8 +17,8 @@ from shardloop.parallel.mesh import check_tensor_parallel, trainer_axes
 from shardloop.trainer import Trainer
 from tests.harness import run_ranks
 from tests.models import make_folder
-from tests.reshard.live import small_model
 from tests.trainer.batches import make_random_batch
+from tests.transport.live import small_model
 
 MIXED = {"compute_dtype": "bfloat16"}
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -1,0 +1,93 @@
+"""What a checkpoint's folder holds, without its tensors, and what to say of a damaged one. Floor 3.
+
+Called by `checkpoint.reading`, and by whoever looks into a checkpoint.
+"""
+
+import pickle
+from pathlib import Path
+
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
+from shardloop.checkpoint.folder import complete_checkpoints
+from shardloop.checkpoint.notes import Restored, read_notes
+from shardloop.errors import CheckpointError
+
+DAMAGE = (
+    CheckpointError,
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    EOFError,
+    AttributeError,
+    ImportError,
+    pickle.UnpicklingError,
+)
+"""What reading files of any content can raise; a pickle has its say in most of them."""
+_SHOWN_CHARACTERS = 160
+
+
+def read_metadata(path: Path) -> Metadata:
+    """Names, shapes, dtypes and places of the tensors in a folder of torch.distributed.checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be read, or a file is missing or shorter than it says.
+    """
+    try:
+        return _read(path)
+    except DAMAGE as error:
+        raise damaged(path, error) from error
+
+
+def read_saved(path: Path) -> tuple[Metadata, Restored]:
+    """The tensors' metadata and the notes.
+
+    Raises:
+        CheckpointError: as `read_metadata`, or the notes are not those that were saved.
+    """
+    try:
+        return _read(path), read_notes(path)
+    except DAMAGE as error:
+        raise damaged(path, error) from error
+
+
+def _read(path: Path) -> Metadata:
+    metadata = FileSystemReader(path).read_metadata()
+    sizes: dict[str, int] = {}
+    for entry in metadata.storage_data.values():
+        end = entry.offset + entry.length
+        sizes[entry.relative_path] = max(end, sizes.get(entry.relative_path, 0))
+    for name, size in sizes.items():
+        if (found := (path / name).stat().st_size) < size:
+            raise CheckpointError(f"{name} has {found} bytes of {size}")
+    return metadata
+
+
+def damaged(path: Path, cause: BaseException) -> CheckpointError:
+    """What to say of a checkpoint that cannot be read, and which one to go on from."""
+    text = " ".join(str(cause).split())
+    if not isinstance(cause, CheckpointError):
+        text = f"{type(cause).__name__}: {text}".removesuffix(": ")
+    if len(text) > _SHOWN_CHARACTERS:
+        text = f"{text[:_SHOWN_CHARACTERS]}…"
+    older = next((p for p in reversed(_older(path)) if _is_intact(p)), None)
+    if older is None:
+        advice = "there is no older intact checkpoint beside it; start again"
+    else:
+        advice = f"older intact checkpoint: {older.name}; delete this folder to go on from it"
+    return CheckpointError(f"damaged ({text}); {advice}")
+
+
+def _older(path: Path) -> list[Path]:
+    checkpoints = complete_checkpoints(path.parent)
+    return checkpoints[: checkpoints.index(path)] if path in checkpoints else []
+
+
+def _is_intact(path: Path) -> bool:
+    try:
+        _read(path)
+        read_notes(path)
+    except DAMAGE:
+        return False
+    return True

@@ -1,0 +1,111 @@
+"""What is asked for, and the plan made from it. Floor 5.
+
+    options ──asked─────────────▶ Request ──make──▶ Planned (plan, proof, cost, seconds)
+    a file  ──request_from_json─▶
+
+A `Request` holds everything that decides the plan, so it can be made again elsewhere.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from shardloop.families import CanonicalModel, canonical_model
+from shardloop.families.fp8 import with_block_fp8
+from shardloop.families.lora import lora_adapter
+from shardloop.layout import Layout, make_layout
+from shardloop.reshard.cost import Cost, cost
+from shardloop.reshard.plan import Plan, plan_reshard
+from shardloop.reshard.verify import Proof, verify
+
+ITEMSIZE: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+GB_PER_S = 50.0
+"""Of one 400 Gbit/s network card for each rank."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """All that decides a plan, and what is told of it."""
+
+    model: str
+    config: Mapping[str, Any]
+    """Of the model; its name is only for the reader."""
+    src: str
+    dst: str
+    dtype: str
+    colocate: bool
+    src_ranks: tuple[int, ...] | None
+    """None: the first ranks."""
+    dst_ranks: tuple[int, ...] | None
+    """None: the ranks after as many as the source has, or the first ones if colocated."""
+    lost: tuple[int, ...]
+    lora: int | None
+    fp8: bool
+    gb_per_s: float
+    """Speed of a rank's network in each direction, in 1e9 bytes a second."""
+    rank: int | None
+    """Whose transfers are listed in full."""
+
+    def ranks(self, num_src: int, num_dst: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of both sides, which have `num_src` and `num_dst` ranks."""
+        first = 0 if self.colocate else num_src
+        return (
+            tuple(range(num_src)) if self.src_ranks is None else self.src_ranks,
+            tuple(range(first, first + num_dst)) if self.dst_ranks is None else self.dst_ranks,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A proved plan with its cost, and the seconds of each step."""
+
+    request: Request
+    plan: Plan
+    proof: Proof
+    cost: Cost
+    seconds: Mapping[str, float]
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.request.dtype]
+
+
+def make(request: Request) -> Planned:
+    """Plan, prove and count.
+
+    Raises:
+        ModelError, LayoutError, PlanError: what was asked for cannot be.
+    """
+    seconds: dict[str, float] = {}
+    src, dst = _timed(seconds, "layouts", lambda: _layouts(request))
+    src_ranks, dst_ranks = request.ranks(src.world_size, dst.world_size)
+    ranks = {"src_ranks": src_ranks, "dst_ranks": dst_ranks, "lost": request.lost}
+    plan = _timed(seconds, "plan", lambda: plan_reshard(src, dst, **ranks))
+    proof = _timed(seconds, "proof", lambda: verify(plan))
+    counted = _timed(seconds, "cost", lambda: cost(plan, itemsize=ITEMSIZE[request.dtype]))
+    return Planned(request=request, plan=plan, proof=proof, cost=counted, seconds=seconds)
+
+
+def _timed(seconds: dict[str, float], name: str, call: Callable[[], T]) -> T:
+    start = time.perf_counter()
+    result = call()
+    seconds[name] = time.perf_counter() - start
+    return result
+
+
+def _layouts(request: Request) -> tuple[Layout, Layout]:
+    model = request_model(request)
+    return make_layout(model, request.src), make_layout(model, request.dst)
+
+
+def request_model(request: Request) -> CanonicalModel:
+    """The tensors that are planned for."""
+    model = canonical_model(request.config)
+    if request.fp8:
+        model = with_block_fp8(model)
+    if request.lora is not None:
+        modules = {c.key.split(".")[-2] for c in model.classes if c.is_linear}
+        model = lora_adapter(model, rank=request.lora, targets=sorted(modules))
+    return model

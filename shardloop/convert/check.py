@@ -1,0 +1,52 @@
+"""Whether a checkpoint is whole: all files, all tensors, every element a number. Floor 3.
+
+Called by `shardloop checkpoint verify`. What formats can see (missing and short files, damaged
+headers, ranks) they have refused when the checkpoint was opened.
+"""
+
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from shardloop.checkpoint.notes import TRAINER_FILE
+from shardloop.convert.execute import Progress
+from shardloop.convert.store import Reader, whole
+from shardloop.errors import CheckpointError
+
+BLOCK = 1 << 22
+"""Elements looked at at a time."""
+_OURS = re.compile(r"step-\d{6,}(\.old)?")
+
+
+def element_faults(reader: Reader, *, progress: Progress) -> Iterator[str]:
+    """Reads everything, one tensor at a time: each that cannot be read, or has elements that are
+    not finite."""
+    if _OURS.fullmatch(reader.path.name) and not (reader.path / TRAINER_FILE).is_file():
+        yield f"no {TRAINER_FILE}: it was not written to its end"
+    entries = list(reader.everything())
+    total = sum(stored.num_elements * stored.dtype.itemsize for _, _, stored in entries)
+    done = 0
+    for rank, name, stored in entries:
+        where = f"rank {rank}: {name}" if reader.num_ranks > 1 else name
+        if stored.num_elements:
+            try:
+                count = _num_not_finite(reader.read(rank, name, whole(stored.shape)))
+            except CheckpointError as error:
+                yield f"{where}: {error}"
+            else:
+                if count:
+                    yield f"{where}: {count} of {stored.num_elements} elements are not finite"
+        done += stored.num_elements * stored.dtype.itemsize
+        progress("read", done, total)
+
+
+def _num_not_finite(tensor: Tensor) -> int:
+    if not tensor.is_floating_point():
+        return 0
+    count = 0
+    for block in tensor.reshape(-1).split(BLOCK):
+        wide = block.float() if block.dtype.itemsize == 1 else block
+        count += int((~torch.isfinite(wide)).sum())
+    return count

@@ -1,0 +1,99 @@
+"""The metadata of torch.distributed.checkpoint, read without trusting it. Floor 3.
+
+Called by `convert.dcp_files`. The file is a pickle: only the classes that describe tensors are
+made from it, and nothing else is called.
+"""
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from shardloop.convert.damage import damaged, demand_file
+from shardloop.errors import CheckpointError
+
+METADATA_FILE = ".metadata"
+CHECKPOINT = "torch.distributed.checkpoint"
+ALLOWED = {
+    f"{CHECKPOINT}.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    f"{CHECKPOINT}.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "torch": {"Size", "device"},
+    "torch.serialization": {"_get_layout"},
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        allowed = name in ALLOWED.get(module, ())
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            allowed = True
+        if not allowed:
+            raise CheckpointError(f"it calls {module}.{name}, which metadata does not need")
+        return super().find_class(module, name)
+
+
+def read_dcp_metadata(path: Path) -> Metadata:
+    """Names, shapes, dtypes and places of the tensors in a folder.
+
+    Raises:
+        CheckpointError: it cannot be read, needs what is not allowed, a file is missing or shorter
+            than it says, or a tensor is not all there; all files and tensors are named.
+    """
+    demand_file(path / METADATA_FILE)
+    try:
+        with (path / METADATA_FILE).open("rb") as file:
+            metadata = _Unpickler(file).load()
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+            raise CheckpointError(f"it is not the metadata of {CHECKPOINT}")
+        faults = [*_file_faults(path, metadata), *_chunk_faults(metadata)]
+    except CheckpointError as error:
+        raise CheckpointError(f"{path / METADATA_FILE}: not read; {error}") from error
+    except Exception as error:  # a damaged pickle can raise anything, or hold anything
+        raise damaged(path / METADATA_FILE, error) from error
+    if faults:
+        raise CheckpointError(f"{path}: not all there; " + "; ".join(faults))
+    return metadata
+
+
+def _file_faults(path: Path, metadata: Metadata) -> Iterator[str]:
+    sizes: dict[str, int] = {}
+    for entry in metadata.storage_data.values():
+        end = entry.offset + entry.length
+        sizes[entry.relative_path] = max(end, sizes.get(entry.relative_path, 0))
+    for name, size in sorted(sizes.items()):
+        file = path / name
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            yield f"{name} is outside the folder"
+        elif not file.is_file():
+            yield f"no file {name}"
+        elif (found := file.stat().st_size) < size:
+            yield f"{name} has {found} bytes of {size}"
+
+
+def _chunk_faults(metadata: Metadata) -> Iterator[str]:
+    stored = {(index.fqn, index.offset) for index in metadata.storage_data}
+    for key, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        have = sum(chunk.sizes.numel() for chunk in entry.chunks)
+        if have != entry.size.numel():
+            yield f"{key} has {have} elements of {entry.size.numel()}"
+        yield from (
+            f"{key} at {list(chunk.offsets)} is in no file"
+            for chunk in entry.chunks
+            if chunk.sizes.numel() and (key, chunk.offsets) not in stored
+        )

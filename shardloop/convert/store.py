@@ -1,0 +1,118 @@
+"""Stored tensors by rank and name, read box by box. Called by everything in `convert`. Floor 2.
+
+A format is a `Reader`; `StoredTensors` makes one rank of it a mapping whose tensors stay in their
+files until they are sliced, so `View.of` of a plan reads no more than its box.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from torch import Tensor, dtype
+
+from shardloop.layout.layout import Box, View
+
+MOST_LISTED = 20
+"""Faults that are told; of more, their number."""
+
+
+def whole(shape: Sequence[int]) -> Box:
+    return tuple((0, size) for size in shape)
+
+
+class Stored(NamedTuple):
+    """A tensor in a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: dtype
+    files: tuple[Path, ...]
+    """Where its elements are."""
+
+    @property
+    def num_elements(self) -> int:
+        size = 1
+        for length in self.shape:
+            size *= length
+        return size
+
+
+class Reader(Protocol):
+    """One format of checkpoints."""
+
+    format: str
+    """As `--from` and `--to` call it."""
+    path: Path
+    spec: str
+    """The layout string of its ranks; `tp=1` where tensors are whole under their own names."""
+    num_ranks: int
+    notes: Mapping[str, str]
+    """What else is known: steps, versions, what there is besides the weights."""
+
+    def tensors(self, rank: int) -> Mapping[str, Stored]:
+        """The weights that a rank holds, by local name."""
+
+    def read(self, rank: int, name: str, box: Box) -> Tensor:
+        """The elements of a box of a local tensor, on the CPU, not to be written into.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
+
+    def chunks(self, rank: int, name: str) -> Iterator[tuple[Box, Path]]:
+        """The boxes that a local tensor is stored in, and the file of each."""
+
+    def everything(self) -> Iterator[tuple[int, str, Stored]]:
+        """All tensors of the checkpoint, of the optimizer too where they have names; `read` takes
+        these names as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A stored tensor that can be sliced."""
+
+    reader: Reader
+    rank: int
+    name: str
+
+    def __getitem__(self, slices: Sequence[slice]) -> Tensor:
+        box = tuple((part.start, part.stop) for part in slices)
+        return self.reader.read(self.rank, self.name, box)
+
+
+class StoredTensors(Mapping[str, LazyTensor]):
+    """What one rank holds, for `View.of`."""
+
+    def __init__(self, reader: Reader, rank: int) -> None:
+        self._reader, self._rank = reader, rank
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        return LazyTensor(self._reader, self._rank, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._reader.tensors(self._rank))
+
+    def __len__(self) -> int:
+        return len(self._reader.tensors(self._rank))
+
+
+def read_view(reader: Reader, rank: int, view: View) -> Tensor:
+    """The elements of a view. Only its own bytes are read, where each local dim is one of them."""
+    if view.inner and len(view.shape) == len(view.slices):
+        pairs = zip(view.slices, view.inner, strict=True)
+        slices = [slice(_start(a) + b.start, _start(a) + b.stop) for a, b in pairs]
+        return LazyTensor(reader, rank, view.local_name)[slices]
+    part: Tensor = view.of(StoredTensors(reader, rank))
+    return part
+
+
+def _start(part: slice | int) -> int:
+    assert isinstance(part, slice), "checkpoints hold no stacked experts"
+    start: int = part.start
+    return start
+
+
+def listed(faults: Sequence[str]) -> str:
+    """Faults, a line each, under the text that goes before."""
+    more = [f"and {len(faults) - MOST_LISTED} more"] if len(faults) > MOST_LISTED else []
+    return "".join(f"\n  {fault}" for fault in [*faults[:MOST_LISTED], *more])

@@ -1,0 +1,113 @@
+"""`shardloop checkpoint`: what it tells, what it writes, and how it fails."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardloop.cli.main import COMMANDS, main
+from shardloop.hf.shards import write_weights
+from tests.convert.models import make_model, read_folder, same
+from tests.convert.test_convert import specs_of
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    make_model(tmp_path / "model", "qwen3_moe")
+    return tmp_path / "model"
+
+
+def checkpoint(*arguments: object) -> int:
+    return main(["checkpoint", *map(str, arguments)])
+
+
+def test_help_has_examples(capsys) -> None:
+    with pytest.raises(SystemExit) as caught:
+        checkpoint("--help")
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert all(f"shardloop checkpoint {name}" in text for name in ("inspect", "convert", "verify"))
+    assert "checkpoint" in COMMANDS
+
+
+def test_converted_there_and_back_is_equal_and_verified(model, tmp_path, capsys) -> None:
+    assert checkpoint("convert", model, tmp_path / "r", "--to", "megatron:pp=2,ep=2,tp=2") == 0
+    assert "fingerprints equal" in capsys.readouterr().out
+    assert checkpoint("convert", tmp_path / "r", tmp_path / "b", "--max-shard-bytes", 5000) == 0
+    assert same(read_folder(tmp_path / "b"), read_folder(model))
+    assert checkpoint("verify", tmp_path / "b", "--against", tmp_path / "r") == 0
+    assert "equal to" in capsys.readouterr().out
+
+
+def test_inspect_tells_format_layout_groups_and_places(model, tmp_path, capsys) -> None:
+    assert checkpoint("convert", model, tmp_path / "r", "--to", "megatron:pp=2,tp=2") == 0
+    capsys.readouterr()
+    name = "model.layers.1.self_attn.k_proj.weight"
+    assert checkpoint("inspect", tmp_path / "r", "--json", "--tensor", name) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["format"], facts["layout"]) == ("megatron", "megatron:pp=2,tp=2")
+    assert facts["model"]["family"] == "qwen3_moe"
+    assert facts["model"]["faults"] == []
+    # Two kv heads of 4 rows on two ranks of the first stage, which has layers 0 and 1.
+    places = [(place["rank"], place["box"]) for place in facts["places"]]
+    assert places == [(0, [[0, 4], [0, 16]]), (1, [[4, 8], [0, 16]])]
+    assert all(
+        place["file"].endswith(f"mp_rank_{place['rank']:02d}_000/model_optim_rng.pt")
+        for place in facts["places"]
+    )
+    assert sum(group["num_bytes"] for group in facts["groups"]) == facts["num_bytes"]
+    assert checkpoint("inspect", model, "--tensor", name) == 0
+    text = capsys.readouterr().out
+    assert "hf (Hugging Face safetensors)" in text
+    assert "model.layers.{0-2}.mlp.experts.{0-3}.up_proj.weight" in text
+    assert f"rank 0 has [0:8, 0:16] in {name} of {model / 'model.safetensors'}" in text
+
+
+def test_verify_names_elements_that_are_not_finite(model, capsys) -> None:
+    weights = read_folder(model)
+    weights["model.norm.weight"][3] = torch.inf
+    weights["model.norm.weight"][5] = torch.nan
+    del weights["lm_head.weight"]
+    write_weights(model, specs_of(weights), weights.__getitem__)
+    assert checkpoint("verify", model) == 6
+    text = capsys.readouterr().err
+    assert "model.norm.weight: 2 of 16 elements are not finite" in text
+    assert "missing: lm_head.weight" in text
+
+
+def test_verify_against_names_what_differs(model, tmp_path, capsys) -> None:
+    assert checkpoint("convert", model, tmp_path / "16", "--dtype", "bf16") == 0
+    assert checkpoint("verify", tmp_path / "16", "--against", model) == 4
+    assert "lm_head.weight is torch.bfloat16 and torch.float32" in capsys.readouterr().err
+    assert checkpoint("verify", tmp_path / "16", "--against", model, "--dtype", "bf16") == 0
+    weights = read_folder(model)
+    weights["model.layers.2.mlp.experts.3.down_proj.weight"][0, 0] += 1
+    write_weights(model, specs_of(weights), weights.__getitem__)
+    capsys.readouterr()
+    assert checkpoint("verify", tmp_path / "16", "--against", model, "--dtype", "bf16") == 4
+    text = capsys.readouterr().err
+    assert "1 tensors differ:\n  model.layers.2.mlp.experts.3.down_proj.weight differs" in text
+
+
+def test_mistakes_end_with_the_code_of_their_kind(model, tmp_path, capsys) -> None:
+    out = tmp_path / "out"
+    wrong: list[tuple[int, str, tuple[object, ...]]] = [
+        (2, "no such path", ("inspect", tmp_path / "absent")),
+        (2, "no command checkpoint 'copy'", ("copy", model)),
+        (2, "to='gguf'; choose from hf, dcp, megatron", ("convert", model, out, "--to", "gguf")),
+        (2, "tp=3 does not divide", ("convert", model, out, "--to", "megatron:tp=3")),
+        (2, "leave out dp", ("convert", model, out, "--to", "megatron:dp=2,tp=2")),
+        (2, "exists; choose another path", ("convert", model, model)),
+        (2, "add --against", ("verify", model, "--dtype", "bf16")),
+        (2, "tensor='nothing' is not in", ("inspect", model, "--tensor", "nothing")),
+        (6, "does not fit its model", ("convert", model, out, "--model", "Qwen3-0.6B")),
+    ]
+    for code, message, arguments in wrong:
+        assert checkpoint(*arguments) == code, arguments
+        assert message in capsys.readouterr().err
+    (model / "config.json").unlink()
+    assert checkpoint("convert", model, out) == 2
+    assert "name the model with --model" in capsys.readouterr().err
+    assert checkpoint("verify", model) == 0, "without a model its elements can be checked"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
