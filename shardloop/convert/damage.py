@@ -1,4 +1,4 @@
-"""What to say of files that are not there or cannot be read. Called by the formats. Floor 2."""
+"""What to say of files that are not there or cannot be read. Called by the formats. Floor 3."""
 
 from pathlib import Path
 

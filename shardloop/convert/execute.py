@@ -10,7 +10,7 @@ Whatever fails or is killed before the last step, there is no folder NAME.
 """
 
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,8 +37,6 @@ Progress = Callable[[str, int, int], None]
 @dataclass(frozen=True, kw_only=True)
 class Report:
     path: Path
-    src_spec: str
-    dst_spec: str
     num_tensors: int
     """Canonical ones."""
     num_bytes: int
@@ -96,19 +94,18 @@ def convert(
         if isinstance(error, OSError):
             raise CheckpointError(f"{path}: cannot be written: {error}") from error
         raise
-    changed: dict[str, int] = defaultdict(int)
-    for name, own in stored.items():
-        if wanted[name] != own:
-            changed[f"{own} -> {wanted[name]}".replace("torch.", "")] += 1
     return Report(
         path=path,
-        src_spec=source.layout.spec,
-        dst_spec=layout.spec,
         num_tensors=len(stored),
         num_bytes=job.num_bytes,
-        converted=dict(changed),
+        converted=_changed(stored, wanted),
         proof=str(proof),
     )
+
+
+def _changed(stored: dict[str, torch.dtype], wanted: dict[str, torch.dtype]) -> dict[str, int]:
+    pairs = [(own, wanted[name]) for name, own in stored.items() if wanted[name] != own]
+    return dict(Counter(f"{a} -> {b}".replace("torch.", "") for a, b in pairs))
 
 
 def _wanted(source: Source, name: str, dtype: torch.dtype) -> torch.dtype:

@@ -1,6 +1,6 @@
 """Hugging Face safetensors: whole tensors under their own names. Called by `convert.formats`.
 
-Floor 2.
+Floor 3.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,6 +1,6 @@
 """Megatron-Core's checkpoints with a file for each (tp, pp, ep) rank. Called by `convert.formats`.
 
-Floor 2. As `megatron/training/checkpointing.py` names them (`get_checkpoint_name`):
+Floor 3. As `megatron/training/checkpointing.py` names them (`get_checkpoint_name`):
 
     ROOT/latest_checkpointed_iteration.txt      the number, or "release"
     ROOT/iter_0000100/mp_rank_TT/model_optim_rng.pt              tensor-parallel rank TT

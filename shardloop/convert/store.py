@@ -1,4 +1,4 @@
-"""Stored tensors by rank and name, read box by box. Called by everything in `convert`. Floor 2.
+"""Stored tensors by rank and name, read box by box. Called by everything in `convert`. Floor 3.
 
 A format is a `Reader`; `StoredTensors` makes one rank of it a mapping whose tensors stay in their
 files until they are sliced, so `View.of` of a plan reads no more than its box.

@@ -1,6 +1,6 @@
 """Files of torch.save, mapped into memory and never trusted. Called by formats with rank files.
 
-Floor 2.
+Floor 3.
 
 Such a file is a pickle, which could run anything. Only tensors and plain data are made from it;
 what frameworks put beside them (their settings, enumerations, random states) becomes `Inert`: it
@@ -16,8 +16,8 @@ import torch
 from shardloop.convert.damage import damaged, demand_file
 from shardloop.errors import CheckpointError
 
-BYSTANDERS = ("argparse.Namespace", "deepspeed.", "megatron.", "numpy.")
-"""Beginnings of the names that become inert."""
+BYSTANDERS = ("_io.BytesIO", "argparse.Namespace", "deepspeed.", "megatron.", "numpy.")
+"""Beginnings of the names that become inert. Transformer Engine keeps its extra state as bytes."""
 
 
 class Inert:

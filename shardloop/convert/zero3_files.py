@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-3 checkpoints: two files for each rank, all weights flat. Floor 2.
+"""DeepSpeed's ZeRO-3 checkpoints: two files for each rank, all weights flat. Floor 3.
 
 Called by `convert.formats`. As `deepspeed/utils/zero_to_fp32.py` reads them back:
 

@@ -8,7 +8,7 @@ import torch
 
 from shardloop.cli.main import COMMANDS, main
 from shardloop.hf.shards import write_weights
-from tests.convert.models import make_model, read_folder, same
+from tests.convert.models import CONFIGS, make_model, read_folder, same
 from tests.convert.test_convert import specs_of
 
 
@@ -91,7 +91,8 @@ def test_verify_against_names_what_differs(model, tmp_path, capsys) -> None:
 
 
 def test_mistakes_end_with_the_code_of_their_kind(model, tmp_path, capsys) -> None:
-    out = tmp_path / "out"
+    out, other = tmp_path / "out", tmp_path / "other.json"
+    other.write_text(json.dumps({**CONFIGS["qwen3_moe"], "num_experts": 8}))
     wrong: list[tuple[int, str, tuple[object, ...]]] = [
         (2, "no such path", ("inspect", tmp_path / "absent")),
         (2, "no command checkpoint 'copy'", ("copy", model)),
@@ -101,7 +102,8 @@ def test_mistakes_end_with_the_code_of_their_kind(model, tmp_path, capsys) -> No
         (2, "exists; choose another path", ("convert", model, model)),
         (2, "add --against", ("verify", model, "--dtype", "bf16")),
         (2, "tensor='nothing' is not in", ("inspect", model, "--tensor", "nothing")),
-        (6, "does not fit its model", ("convert", model, out, "--model", "Qwen3-0.6B")),
+        (2, "by its sizes alone", ("convert", model, out, "--model", "Qwen3-0.6B")),
+        (6, "does not fit its model", ("convert", model, out, "--model", other)),
     ]
     for code, message, arguments in wrong:
         assert checkpoint(*arguments) == code, arguments
@@ -110,4 +112,4 @@ def test_mistakes_end_with_the_code_of_their_kind(model, tmp_path, capsys) -> No
     assert checkpoint("convert", model, out) == 2
     assert "name the model with --model" in capsys.readouterr().err
     assert checkpoint("verify", model) == 0, "without a model its elements can be checked"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "other.json"]

@@ -1,6 +1,9 @@
 """Conversions: every way there and back gives the same bits, in bounded memory, or nothing."""
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ from torch import Tensor
 from shardloop import hf
 from shardloop.convert import Report, convert, differing, open_source, parse_target
 from shardloop.convert import targets as targets_module
-from shardloop.errors import CheckpointError, FingerprintError, UsageError
+from shardloop.errors import CheckpointError, FingerprintError, ShardloopError, UsageError
 from tests.convert.models import CONFIGS, FP8, make_model, read_folder, same, write_zero3
 
 
@@ -236,3 +239,31 @@ def test_copies_that_ranks_hold_must_agree(tmp_path) -> None:
     torch.save(content, file)
     with pytest.raises(FingerprintError, match=r"model\.norm\.weight: the ranks of .* different"):
         converted(tmp_path / "ranks", "hf", tmp_path / "out")
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from shardloop.convert import convert, open_source, parse_target
+
+def progress(what, done, total):
+    if done > total / 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+src, to, dst = sys.argv[1:]
+convert(open_source(Path(src)), parse_target(to), Path(dst), dtype=None, progress=progress)
+"""
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp", "megatron:tp=2"])
+def test_a_killed_conversion_leaves_nothing_that_looks_complete(to, tmp_path) -> None:
+    weights = make_model(tmp_path / "hf", "biases")
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "hf"), to, str(tmp_path / "out")]
+    assert subprocess.run(command).returncode == -signal.SIGKILL
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".out.unfinished", "hf"]
+    with pytest.raises(ShardloopError):
+        open_source(tmp_path / ".out.unfinished")
+    converted(tmp_path / "hf", to, tmp_path / "out")
+    converted(tmp_path / "out", "hf", tmp_path / "back")
+    assert same(read_folder(tmp_path / "back"), weights)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "hf", "out"]

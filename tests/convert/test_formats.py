@@ -1,13 +1,18 @@
 """Reading what others wrote: nothing in it is run, and every damage is named."""
 
 import argparse
+import io
 import json
 import pickle
 import shutil
+import sys
+import types
 from collections import Counter
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader, load
@@ -17,7 +22,7 @@ from shardloop.convert import open_checkpoint, open_source, source_faults
 from shardloop.convert.check import element_faults
 from shardloop.convert.dcp_files import write_dcp
 from shardloop.convert.store import whole
-from shardloop.convert.torch_files import Inert, load_torch_file
+from shardloop.convert.torch_files import Inert, load_torch_file, plain
 from shardloop.errors import CheckpointError, ShardloopError, UsageError
 from tests.convert.models import make_model, read_folder, same, write_zero3
 from tests.convert.test_convert import converted, specs_of
@@ -70,12 +75,38 @@ def test_a_pickle_that_calls_something_is_refused_and_not_run(tmp_path, monkeypa
     assert not (tmp_path / "exploded").exists()
 
 
-def test_settings_of_a_framework_are_kept_as_data_without_its_code(tmp_path) -> None:
-    args = argparse.Namespace(pipeline_model_parallel_size=1, seed=7)
-    torch.save({"args": args, "model": {"a": torch.ones(2)}}, tmp_path / "file.pt")
+def test_objects_of_a_framework_are_kept_as_data_without_its_code(tmp_path, monkeypatch) -> None:
+    module = types.ModuleType("deepspeed.things")
+
+    class Stage(int, Enum):
+        weights = 3
+
+    class Scaler:
+        def __init__(self) -> None:
+            self.scale = 2.0
+
+    for kind in (Stage, Scaler):
+        kind.__module__, kind.__qualname__ = module.__name__, kind.__name__
+        setattr(module, kind.__name__, kind)
+    content = {
+        "args": argparse.Namespace(pipeline_model_parallel_size=1, stage=Stage.weights),
+        "stage": Stage.weights,
+        "scaler": Scaler(),
+        "rng": np.random.default_rng(0).integers(9, size=3),
+        "extra": io.BytesIO(b"state"),
+        "model": {"a": torch.ones(2)},
+    }
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
+        patch.setitem(sys.modules, module.__name__, module)
+        torch.save(content, tmp_path / "file.pt")
     loaded = load_torch_file(tmp_path / "file.pt")
-    assert isinstance(loaded["args"], Inert)
-    assert loaded["args"].state == {"pipeline_model_parallel_size": 1, "seed": 7}
+    kept = {name: value for name, value in loaded.items() if isinstance(value, Inert)}
+    assert kept.keys() == content.keys() - {"model"}
+    assert plain(loaded["stage"]) == 3
+    assert loaded["scaler"].state == {"scale": 2.0}
+    assert loaded["args"].state["pipeline_model_parallel_size"] == 1
+    assert torch.equal(loaded["model"]["a"], torch.ones(2))
 
 
 def test_settings_tell_stages_from_experts_where_folders_do_not(tmp_path) -> None:

@@ -60,7 +60,7 @@ class ConvertCommand:
     to: str = "hf"
     """hf, dcp, or Megatron's layout such as megatron:tp=2,pp=2."""
     model: str | None = None
-    """As for inspect. The tokenizer is copied from there too."""
+    """Its config.json or a model folder, as for inspect. The tokenizer is copied from there too."""
     dtype: Dtype | None = None
     """Convert the weights to this; by default every tensor keeps its own. Tensors with a fixed
     dtype, such as FP8 weights and their scales, keep it always."""
@@ -132,7 +132,13 @@ def _convert(command: ConvertCommand) -> None:
     if command.max_shard_bytes < 1:
         raise UsageError(f"max-shard-bytes={command.max_shard_bytes}; choose 1 or more")
     target = parse_target(command.to, max_shard_bytes=command.max_shard_bytes)
-    source = open_source(command.src, given=command.from_, **_model(command.model))
+    model = _model(command.model)
+    if model and model["folder"] is None:
+        raise UsageError(
+            f"model={command.model!r} is known by its sizes alone, which is no config.json to write"
+            " beside weights; give a config.json or a model folder"
+        )
+    source = open_source(command.src, given=command.from_, **model)
     with ProgressLine() as progress:
         report = convert(
             source, target, command.dst, dtype=_dtype(command.dtype), progress=progress
@@ -158,7 +164,10 @@ def _verify(command: VerifyCommand) -> None:
     count = sum(1 for _ in reader.everything())
     print(f"{command.path}: {count} tensors, all whole, every element finite")
     if source is None:
-        print("no config.json near it: names and shapes were not checked; name one with --model")
+        print(
+            "no config.json of a known family near it: names and shapes were not checked; name one "
+            "with --model"
+        )
     else:
         print(f"names, shapes and dtypes are those of its model ({source.model.name})")
     if command.against is not None:

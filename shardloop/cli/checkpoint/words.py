@@ -69,7 +69,7 @@ def lines(facts: Mapping[str, Any]) -> Iterator[str]:
     if facts["num_ranks"] > 1:
         yield f"{'layout':10}{facts['layout']}: {facts['num_ranks']} ranks"
     for name, text in facts["notes"].items():
-        yield f"{name:10}{text}" if len(name) < 10 else f"{name}: {text}"
+        yield f"{'':10}{name}: {text}"
     yield from _model_lines(facts["model"])
     count = len(facts["files"])
     yield (
