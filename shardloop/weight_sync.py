@@ -74,6 +74,8 @@ class SyncReport:
     """What the destinations need and do not already hold, by the plan."""
     peak_extra_bytes: int
     """Most that any rank staged."""
+    density: float | None
+    """Share of the elements that were sent; None where the transport can leave none out."""
     replaced_version: int | None
     """The version that a failed update had left half written, and this one wrote over."""
     transfer: TransferReport
@@ -127,9 +129,9 @@ class WeightSync:
         except PlanError as error:
             fault = error
         digests = " ".join(each.digest for each in self._proofs)
-        same = f"plan {digests}, dtype={dtype}, {transport=}, {bucket_bytes=}"
+        self._same = f"plan {digests}, dtype={dtype}, {transport=}, {bucket_bytes=}"
         what = "the set-up of the weight sync"
-        agree(group, fault=fault, same=same, what=what, timeout_s=timeout_s)
+        agree(group, fault=fault, same=self._same, what=what, timeout_s=timeout_s)
         self._transport = make_transport(
             proof,
             transport,
@@ -144,7 +146,8 @@ class WeightSync:
 
         Raises (on all ranks):
             PlanError: before anything changed: tensors do not fit, the ranks were called with
-                different versions, or the trainer is at another one.
+                different versions or on syncs of different plans, or the trainer is at another
+                version.
             FingerprintError: the weights differ after the transfer; names the tensors.
             ShardloopError: what an engine's `commit_update` raised; PlanError on the other ranks.
             WorkerDied, WorkerTimeout: a rank went away; start a new group.
@@ -155,7 +158,7 @@ class WeightSync:
         agree(
             self._group,
             fault=self._fault(version, src, dst),
-            same=f"version={version}",
+            same=f"version={version}, {self._same}",
             what=f"the update to version {version}",
             timeout_s=self._timeout_s,
         )
@@ -165,6 +168,7 @@ class WeightSync:
         transfer = self._transport.move(src, dst)
         transferred = time.perf_counter()
         counters = self._check_weights(src, dst, transfer)
+        sent, received, from_sources, num_sent, num_due, *staged = counters
         self._commit(version)
         self._open_version = None
         end = time.perf_counter()
@@ -172,11 +176,12 @@ class WeightSync:
             version=version,
             seconds=end - start,
             check_seconds=end - transferred,
-            wire_bytes=counters[0],
-            received_bytes=counters[1],
-            source_bytes=counters[2],
+            wire_bytes=sent,
+            received_bytes=received,
+            source_bytes=from_sources,
             minimum_bytes=self._minimum_bytes,
-            peak_extra_bytes=max(counters[3:]),
+            peak_extra_bytes=max(staged),
+            density=num_sent / num_due if num_due else None,
             replaced_version=replaced,
             transfer=transfer,
         )
@@ -220,7 +225,8 @@ class WeightSync:
         """Collective over the group: compare the fingerprints of both sides, each replica's too.
 
         Returns:
-            Bytes sent, received, and sent by source ranks, of all ranks; and what each one staged.
+            Bytes sent, received, and sent by source ranks, elements sent and due, of all ranks;
+            and what each one staged.
         """
         of_src, of_dst = self._copies
         plan = self._proofs[0].plan
@@ -234,10 +240,15 @@ class WeightSync:
                 continue
             place = ranks.index(rank)
             prints.append(local_fingerprints(copies, place, tensors, dtype=self._dtype))
-        counters = torch.zeros(3 + dist.get_world_size(self._group), dtype=torch.int64)
-        counters[0], counters[1] = transfer.bytes_sent, transfer.bytes_received
-        counters[2] = transfer.bytes_sent if rank in plan.src_ranks else 0
-        counters[3 + dist.get_rank(self._group)] = transfer.peak_extra_bytes
+        from_sources = transfer.bytes_sent if rank in plan.src_ranks else 0
+        staged = [0] * dist.get_world_size(self._group)
+        staged[dist.get_rank(self._group)] = transfer.peak_extra_bytes
+        counters = torch.tensor(
+            [
+                *(transfer.bytes_sent, transfer.bytes_received, from_sources),
+                *(transfer.num_sent, transfer.num_sent + transfer.num_left_out, *staged),
+            ]
+        )
         values = torch.cat([*(part.flatten() for part in prints), counters])
         what = "fingerprints after the transfer"
         total = all_reduce(values, self._group, what=what, timeout_s=self._timeout_s)

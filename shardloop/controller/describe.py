@@ -178,11 +178,19 @@ def _checkpoints(config: TrainConfig) -> str:
 
 
 def _wire(setup: Setup) -> str:
-    """Two lines: what a transfer of weights moves, and how evenly."""
+    """How weights travel and what they need; and how evenly, where that is as the plan says."""
+    transport = setup.config.engine.transport
     itemsize = getattr(torch, setup.config.engine.dtype).itemsize
     moved = cost(setup.proof.plan, itemsize=itemsize)
+    least = f"least possible {_size(moved.minimum_bytes)}"
+    if transport == "gather":
+        return f"gather: whole tensors through one rank, {least}"
+    size = f"{transport}: {_size(moved.wire_bytes)} on the wire, {least}"
+    if transport == "relay":
+        return f"{size}; the trainer sends one replica's part of it"
+    first = ", then only what changed" if transport == "delta" else ""
     return (
-        f"{_size(moved.wire_bytes)} on the wire, least possible {_size(moved.minimum_bytes)}\n"
+        f"{size}{first}\n"
         f"{'':{WIDTH}}busiest sender {moved.send_imbalance:.2f} times the mean sender, "
         f"busiest receiver {moved.receive_imbalance:.2f} times the mean receiver"
     )

@@ -78,7 +78,7 @@ def grpo_steps(
         with times.phase("sync"):
             version = trainer.call("version", collect="same")
             engine.wake()
-            wire_bytes = sync.call("sync", version, collect="first").wire_bytes if is_stale else 0
+            moved = sync.call("sync", version, collect="first") if is_stale else None
         drawn = draw_groups(
             sampler, task=task, reward=reward, config=config, step=step, times=times
         )
@@ -89,10 +89,18 @@ def grpo_steps(
         learned = learn(trainer, drawn.kept, config, step=step, times=times)
         is_stale = bool(learned["update"]) or sleep == "weights"
         metrics = {"step": step + 1, "version": version, **sample_metrics(drawn, config.grpo)}
-        metrics |= {**learned, "wire_bytes": wire_bytes}
+        metrics |= {**learned, **_sync_metrics(moved)}
         metrics |= speed_metrics(drawn, times, seconds=time.perf_counter() - began)
         samples = [sample for group in drawn.groups for sample in group.samples]
         yield Step(number=step + 1, metrics=metrics, samples=samples)
+
+
+def _sync_metrics(moved: SyncReport | None) -> Metrics:
+    """What the weights of a step cost on their way; None: they had not changed."""
+    if moved is None:
+        return {"wire_bytes": 0}
+    compared = {} if moved.density is None else {"wire_density": moved.density}
+    return {"wire_bytes": moved.wire_bytes, **compared}
 
 
 def take_weights(trainer: WorkerGroup, engine: Engines, sync: WorkerGroup) -> SyncReport:

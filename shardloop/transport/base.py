@@ -36,6 +36,10 @@ class TransferReport:
     seconds: float
     peak_extra_bytes: int
     """Staging buffers: the only memory beyond the tensors themselves."""
+    num_sent: int = 0
+    """Elements sent to other ranks, where a transport can leave some out: in deltas."""
+    num_left_out: int = 0
+    """Elements not sent because the other rank had them."""
 
 
 class Transport(Protocol):

@@ -230,9 +230,7 @@ def unpack(parts: Sequence[Tensor], buffer: Tensor, dtype: torch.dtype) -> None:
 
 def _slots(parts: Sequence[Tensor], buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Each part with its place in the buffer; none where the part is the buffer."""
-    start = 0
-    for part in parts:
-        slot = buffer[start : start + part.numel()].view(part.shape)
-        start += part.numel()
+    slots = buffer.split([part.numel() for part in parts])
+    for part, slot in zip(parts, slots, strict=True):
         if slot.data_ptr() != part.data_ptr():
-            yield part, slot
+            yield part, slot.view(part.shape)

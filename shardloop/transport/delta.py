@@ -53,19 +53,10 @@ CLAIM_BYTES = 8
 class DeltaReport(TransferReport):
     """What one rank moved. Bytes are those of claims, headers and payloads."""
 
-    num_compared: int
-    """Elements of the buckets that this rank sent sparse."""
-    num_changed: int
-    """Of these, the ones sent."""
     num_dense: int
     """Buckets sent whole."""
     kept_bytes: int
     """Copy of all that this rank sends, kept between updates; part of `peak_extra_bytes`."""
-
-    @property
-    def density(self) -> float:
-        """Share of the compared elements that changed; NaN if none was compared."""
-        return self.num_changed / self.num_compared if self.num_compared else float("nan")
 
 
 class DeltaTransport:
@@ -211,8 +202,8 @@ class DeltaTransport:
             messages=num_sends,
             seconds=seconds,
             peak_extra_bytes=kept_bytes + staged + 2 * (tally.most_sent + tally.most_received),
-            num_compared=tally.num_compared,
-            num_changed=tally.num_changed,
+            num_sent=tally.num_sent,
+            num_left_out=tally.num_left_out,
             num_dense=tally.num_dense,
             kept_bytes=kept_bytes,
         )
@@ -226,18 +217,16 @@ class Tally:
     bytes_received: int = 0
     most_sent: int = 0
     most_received: int = 0
-    num_compared: int = 0
-    num_changed: int = 0
+    num_sent: int = 0
+    num_left_out: int = 0
     num_dense: int = 0
 
     def count_sent(self, delta: Delta) -> None:
         self.bytes_sent += delta.num_bytes
         self.most_sent = max(self.most_sent, delta.num_bytes)
-        if delta.symbols is None:
-            self.num_dense += 1
-        else:
-            self.num_compared += delta.num_elements
-            self.num_changed += len(delta.values)
+        self.num_sent += len(delta.values)
+        self.num_left_out += delta.num_elements - len(delta.values)
+        self.num_dense += delta.symbols is None
 
     def count_received(self, num_bytes: int) -> None:
         self.bytes_received += HEADER_BYTES + num_bytes

@@ -6,6 +6,8 @@ reference that tests and benchmarks compare `shardloop.transport.p2p` with.
 """
 
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,7 @@ from torch import Tensor
 from shardloop.dtypes import torch_dtype
 from shardloop.families.base import by_name
 from shardloop.layout import Box, Piece, box_of
-from shardloop.parallel.agree import named_error, wire_device
+from shardloop.parallel.agree import named_error, wait, wire_device
 from shardloop.reshard.plan import Plan
 from shardloop.reshard.verify import Proof
 from shardloop.transport.base import TransferReport, check_ready
@@ -32,11 +34,7 @@ def execute_gather(
 ) -> TransferReport:
     """Collective over `group`: the same result as `execute_p2p`, by way of whole tensors.
 
-    Arguments as there; single waits are bounded by the group's own timeout.
-
-    Raises:
-        PlanError: on all ranks, as in `execute_p2p`.
-        WorkerDied, WorkerTimeout: a rank went away; names the tensor.
+    Arguments and errors as there; a lost rank is named with the tensor.
     """
     same = "transport=gather"
     check_ready(proof, src=src, dst=dst, dtype=dtype, group=group, same=same, timeout_s=timeout_s)
@@ -51,7 +49,12 @@ class Gather:
     ) -> None:
         self._plan, self._dtype = proof.plan, dtype
         self._group, self._timeout_s = group, timeout_s
-        self._first = _first_pieces(proof.plan)
+        plan, rank = proof.plan, dist.get_rank()
+        self._first = _first_pieces(plan)
+        self._needed: dict[str, list[Piece]] = {}
+        if rank in plan.dst_ranks:
+            for piece in plan.dst.pieces(plan.dst_ranks.index(rank)):
+                self._needed.setdefault(piece.name, []).append(piece)
 
     @torch.no_grad()
     def move(self, src: Tensors | None, dst: Tensors | None) -> TransferReport:
@@ -64,16 +67,14 @@ class Gather:
         for name, tensor_class in by_name(plan.src.model.classes):
             wire = self._dtype if tensor_class.dtype is None else torch_dtype(tensor_class.dtype)
             full = torch.empty(tensor_class.shape, dtype=wire, device=wire_device(group))
-            try:
-                to_root = _gather(full, self._first[name], plan, src or {}, group)
-                dist.broadcast(full.view(torch.uint8), root, group=group)
-            except RuntimeError as error:
-                what = f"gather and broadcast of {name}"
-                raise named_error(error, what, self._timeout_s) from error
+            to_root = self._gather(full, name, src or {})
+            self._wait(partial(dist.broadcast, async_op=True), full, root, f"broadcast of {name}")
             sent += num_peers * full.nbytes if rank == root else to_root
             received += to_root if rank == root else full.nbytes
             peak = max(peak, full.nbytes)
-            _cut(full, name, plan, rank, dst)
+            for piece in self._needed.get(name, ()):
+                assert dst is not None, "a rank that needs pieces has tensors"
+                _cut(full, piece, dst)
         return TransferReport(
             bytes_sent=sent,
             bytes_received=received,
@@ -86,13 +87,41 @@ class Gather:
     def close(self) -> None:
         """It keeps no memory."""
 
+    def _gather(self, full: Tensor, name: str, src: Tensors) -> int:
+        """Fill `full` on the first source rank; the bytes that this rank sent or received."""
+        rank, root = dist.get_rank(), self._plan.src_ranks[0]
+        num_bytes = 0
+        for piece in self._first[name]:
+            owner, what = self._plan.src_ranks[piece.rank], f"gather of {name}"
+            if rank not in (owner, root):
+                continue
+            box = box_of(full, piece.box)
+            part = torch.empty_like(box, memory_format=torch.contiguous_format)
+            if rank == owner:
+                part.copy_(piece.of(src))
+            if owner != root:
+                kind, peer = (dist.isend, root) if rank == owner else (dist.irecv, owner)
+                self._wait(kind, part, peer, what)
+                num_bytes += part.nbytes
+            if rank == root:
+                box.copy_(part)
+        return num_bytes
 
-def _cut(full: Tensor, name: str, plan: Plan, rank: int, dst: Tensors | None) -> None:
-    """Write what `rank` needs of a whole tensor."""
-    if dst is not None:
-        for piece in plan.dst.pieces(plan.dst_ranks.index(rank)):
-            if piece.name == name:
-                piece.of(dst).copy_(box_of(full, piece.box))
+    def _wait(
+        self, kind: Callable[..., dist.Work | None], tensor: Tensor, peer: int, what: str
+    ) -> None:
+        """Carry out one operation with rank `peer`, which may be this one, and wait for it."""
+        try:
+            work = kind(tensor.view(torch.uint8), peer, group=self._group)
+        except RuntimeError as error:
+            raise named_error(error, what, self._timeout_s) from error
+        assert work is not None, "this process is not a rank of the group"
+        wait(work, what=f"{what}, rank {peer}", timeout_s=self._timeout_s)
+
+
+def _cut(full: Tensor, piece: Piece, dst: Tensors) -> None:
+    """Write one piece of a whole tensor."""
+    piece.of(dst).copy_(box_of(full, piece.box))
 
 
 def _first_pieces(plan: Plan) -> dict[str, list[Piece]]:
@@ -105,26 +134,3 @@ def _first_pieces(plan: Plan) -> dict[str, list[Piece]]:
                 seen.add((piece.name, piece.box))
                 first.setdefault(piece.name, []).append(piece)
     return first
-
-
-def _gather(
-    full: Tensor, pieces: list[Piece], plan: Plan, src: Tensors, group: dist.ProcessGroup
-) -> int:
-    """Fill `full` on the first source rank; the bytes this rank sent to it or received there."""
-    rank, root = dist.get_rank(), plan.src_ranks[0]
-    num_bytes = 0
-    for piece in pieces:
-        owner = plan.src_ranks[piece.rank]
-        if rank not in (owner, root):
-            continue
-        part = torch.empty_like(box_of(full, piece.box), memory_format=torch.contiguous_format)
-        if rank == owner:
-            part.copy_(piece.of(src))
-        if owner != root and rank == owner:
-            dist.send(part.view(torch.uint8), root, group=group)
-        if owner != root and rank == root:
-            dist.recv(part.view(torch.uint8), owner, group=group)
-        if rank == root:
-            box_of(full, piece.box).copy_(part)
-        num_bytes += part.nbytes if owner != root else 0
-    return num_bytes

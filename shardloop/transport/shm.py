@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardloop.errors import ShardloopError, WorkerDied
-from shardloop.parallel.agree import agree, wire_device
+from shardloop.parallel.agree import agree, named_error, wire_device
 from shardloop.reshard.verify import Proof
 from shardloop.transport.base import BUCKET_BYTES, TransferReport, check_ready, copy_local
 from shardloop.transport.buckets import Bucket, Tensors, make_share, pack, unpack
@@ -101,23 +101,33 @@ class Shm:
         self._closed = False
         fault: ShardloopError | None = None
         listener = Listener(backlog=dist.get_world_size(group), timeout_s=timeout_s)
-        mine: Card = listener.address, self._own.handle if self._own else None
-        cards = [mine] * dist.get_world_size(group)
-        dist.all_gather_object(cards, mine, group=group)
+        what = "the set-up of shared memory"
         try:
-            ranks = dist.get_process_group_ranks(group)
-            self._connect(listener, dict(zip(ranks, cards, strict=True)))
-        except ShardloopError as error:
-            fault = error
-        listener.close()
-        if self._own is not None:
-            self._own.handed_over()
-        try:
-            what = "the set-up of shared memory"
+            cards = self._exchange_cards(listener, group, what)
+            try:
+                self._connect(listener, cards)
+            except ShardloopError as error:
+                fault = error
             agree(group, fault=fault, same=what, what=what, timeout_s=timeout_s)
-        except ShardloopError:
+        except BaseException:
             self.close()
             raise
+        finally:
+            listener.close()
+        if self._own is not None:
+            self._own.handed_over()
+
+    def _exchange_cards(
+        self, listener: Listener, group: dist.ProcessGroup, what: str
+    ) -> dict[int, Card]:
+        """Collective over `group`: the card of each rank."""
+        mine: Card = listener.address, self._own.handle if self._own else None
+        cards = [mine] * dist.get_world_size(group)
+        try:
+            dist.all_gather_object(cards, mine, group=group)
+        except RuntimeError as error:
+            raise named_error(error, what, self._timeout_s) from error
+        return dict(zip(dist.get_process_group_ranks(group), cards, strict=True))
 
     def _connect(self, listener: Listener, cards: dict[int, Card]) -> None:
         """Open a line to each receiver, then take one from each sender."""

@@ -97,7 +97,7 @@ def test_check_prints_the_run_in_a_line_a_group_and_runs_nothing(run, tmp_path: 
         "held out": "256 prompts, greedy and sampled, before, every 25 steps and after",
         "trainer": "fsdp=2 on ranks [0, 1]",
         "engine": "engine:tp=2 on ranks [2, 3]",
-        "each sync": "410 kB on the wire, least possible 410 kB",
+        "each sync": "p2p: 410 kB on the wire, least possible 410 kB",
         "folder": str(tmp_path / "runs" / "tiny-seed0"),
     }.items():
         assert rows[name].startswith(told), text

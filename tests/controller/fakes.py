@@ -149,6 +149,7 @@ class RowEngine:
 @dataclass
 class Report:
     wire_bytes: int
+    density: None = None
 
 
 class RowSync:

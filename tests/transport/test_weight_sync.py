@@ -1,5 +1,6 @@
 """Laws of the weight update: whole or not at all, on every rank, and never a silent difference."""
 
+from math import prod
 from typing import Any, get_args
 
 import pytest
@@ -7,12 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardloop.delta.codec import HEADER_BYTES
 from shardloop.errors import ModelError
 from shardloop.layout import Layout
 from shardloop.parallel.context import RankContext
 from shardloop.reshard.cost import cost
-from shardloop.reshard.plan import plan_reshard
+from shardloop.reshard.plan import Plan, plan_reshard
 from shardloop.reshard.verify import Proof, verify
+from shardloop.transport.delta import CLAIM_BYTES
 from shardloop.transport.relay import plan_relay
 from shardloop.weight_sync import SyncReport, TransportName, WeightSync
 from tests.harness import run_ranks
@@ -64,6 +67,10 @@ class ShardedEngine:
         assert_same(self.weights, cut(self._layout, self._place, state, dtype=BF16))
 
 
+PLANNED: list[TransportName] = [name for name in get_args(TransportName) if name != "relay"]
+"""The transports that carry out one plan."""
+
+
 def _roles(
     rank: int, src: Layout, dst: Layout, src_ranks: list[int], dst_ranks: list[int]
 ) -> tuple[Any, Any]:
@@ -85,7 +92,7 @@ def _updates(context: RankContext, case: tuple[Any, ...]) -> dict[str, list[Sync
     src, dst = layouts(src_spec, dst_spec, **changes)
     proof = verify(plan_reshard(src, dst, src_ranks=src_ranks, dst_ranks=dst_ranks))
     reports = {}
-    for transport in get_args(TransportName):
+    for transport in PLANNED:
         trainer, engine = _roles(context.rank, src, dst, src_ranks, dst_ranks)
         sync = WeightSync(
             trainer,
@@ -113,21 +120,43 @@ def _three_updates(sync: WeightSync, trainer: Any, engine: Any) -> list[SyncRepo
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}->{case[1]}")
-def test_each_update_leaves_a_fresh_engine_at_the_minimum_of_bytes(case: tuple[Any, ...]) -> None:
+def test_each_update_leaves_a_fresh_engine_and_counts_its_bytes(case: tuple[Any, ...]) -> None:
+    """The least possible; for the naive reference, those of whole tensors; in a delta of which all
+    is new, some more for each bucket."""
     src_spec, dst_spec, src_ranks, dst_ranks, changes = case
     src, dst = layouts(src_spec, dst_spec, **changes)
     plan = plan_reshard(src, dst, src_ranks=src_ranks, dst_ranks=dst_ranks)
     minimum = cost(plan, itemsize=2).minimum_bytes
-    for by_transport in run_ranks(_updates, WORLD, case, timeout_s=60):
+    by_rank = run_ranks(_updates, WORLD, case, timeout_s=60)
+    for by_transport in by_rank:
         for transport, reports in by_transport.items():
+            num_messages = sum(seen[transport][0].transfer.messages for seen in by_rank)
+            wire = {
+                "gather": _gathered_bytes(plan),
+                "delta": minimum + (HEADER_BYTES + CLAIM_BYTES) * num_messages,
+            }
             assert [report.version for report in reports] == [1, 2, 7]
             assert [report.replaced_version for report in reports] == [None] * 3
             for report in reports:
                 assert report.minimum_bytes == minimum
                 assert report.wire_bytes == report.received_bytes
-                assert transport == "gather" or report.wire_bytes == minimum
+                assert report.wire_bytes == wire.get(transport, minimum)
+                assert report.density == (1.0 if transport == "delta" else None)
                 assert report.wire_bytes >= report.source_bytes
-                assert transport == "gather" or report.peak_extra_bytes <= 4 * 504
+                assert transport not in ("p2p", "shm") or report.peak_extra_bytes <= 4 * 504
+
+
+def _gathered_bytes(plan: Plan) -> int:
+    """Each box that the first source lacks comes to it once; each tensor goes to all others."""
+    seen: set[Any] = set()
+    to_first = 0
+    for piece in (p for rank in range(plan.src.world_size) for p in plan.src.pieces(rank)):
+        key = piece.name, piece.box
+        if key not in seen and piece.rank > 0:
+            to_first += 2 * prod(hi - lo for lo, hi in piece.box)
+        seen.add(key)
+    whole = sum(2 * prod(shape) for shape in plan.src.model.tensor_shapes().values())
+    return to_first + (WORLD - 1) * whole
 
 
 def _relayed_updates(context: RankContext) -> tuple[list[SyncReport], Any]:
@@ -137,6 +166,7 @@ def _relayed_updates(context: RankContext) -> tuple[list[SyncReport], Any]:
     engine = None if trainer else ShardedEngine(replica, 0)
     settings: dict[str, Any] = {"proof": relay, "group": dist.group.WORLD, "dtype": BF16}
     refused = error_of(lambda: WeightSync(trainer, engine, transport="shm", **settings))
+    settings["transport"] = "relay"
     sync = WeightSync(trainer, engine, bucket_bytes=500, **settings)
     reports = _three_updates(sync, trainer, engine)
     sync = WeightSync(trainer, engine, **settings)
@@ -152,7 +182,7 @@ def test_a_relay_updates_and_checks_every_replica_while_sources_send_one() -> No
         for report in reports:
             assert report.source_bytes == once
             assert report.wire_bytes == report.received_bytes == report.minimum_bytes == 3 * once
-        assert refused[0] == "PlanError" and "does not relay" in refused[1]
+        assert refused[0] == "PlanError" and "'shm' was given a relay" in refused[1]
         assert error[0] == "FingerprintError" and DOWN in error[1]
 
 
@@ -257,7 +287,7 @@ def test_every_fault_is_an_error_on_every_rank_and_no_engine_generates_from_it()
             assert text[rank in culprits] in message
             assert version is None
         kind, message = seen["unknown transport"][0]
-        assert kind == "PlanError" and "choose from p2p, shm, gather" in message
+        assert kind == "PlanError" and "choose from p2p, shm, delta, relay, gather" in message
         for what in ("other version on one rank", "trainer elsewhere"):
             (kind, _), version = seen[what]
             assert kind in ("PlanError", "OtherRankRefused")
