@@ -52,11 +52,14 @@ def require_quiet(max_load: float) -> None:
         )
 
 
-def interleaved(arms: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Timings]:
+def interleaved(
+    arms: Mapping[str, Callable[[], object]], rounds: int, *, rotate: bool = True
+) -> dict[str, Timings]:
     """Time each arm once per round, after one round that is not counted.
 
-    Arms run one after the other within a round, each round begins one arm later, and what an arm
-    returns is freed before the next begins.
+    Arms run one after the other within a round, and what an arm returns is freed before the next
+    begins. Each round begins one arm later, unless `rotate` is off: for arms that build on each
+    other.
     """
     names = list(arms)
     for name in names:
@@ -65,7 +68,7 @@ def interleaved(arms: Mapping[str, Callable[[], object]], rounds: int) -> dict[s
     cpu: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds):
         for place in range(len(names)):
-            name = names[(turn + place) % len(names)]
+            name = names[(turn * rotate + place) % len(names)]
             gc.collect()
             wall_s, cpu_s = seconds_of(arms[name])
             wall[name].append(wall_s)
@@ -139,14 +142,19 @@ def peak_extra_bytes(prepare: Callable[..., Callable[[], object]], *args: Any) -
 
 
 def _peak_of(prepare: Callable[..., Callable[[], object]], args: tuple[Any, ...]) -> int:
-    work = prepare(*args)
+    return rise_of(prepare(*args))[0]
+
+
+def rise_of(work: Callable[[], Any]) -> tuple[int, Any]:
+    """How far resident memory of this process rises during `work()`, and what that returns.
+
+    Freed memory that the allocator kept beforehand hides a part of the rise. Linux only.
+    """
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = _status_bytes("VmRSS")
     result = work()
-    peak = _status_bytes("VmHWM")
-    del result
-    return peak - before
+    return _status_bytes("VmHWM") - before, result
 
 
 def _status_bytes(field: str) -> int:

@@ -75,9 +75,8 @@ def _holder_sets(flow: Flow, ranks: Ints) -> Ints:
 
 def _together(step: Join, part: Ints) -> Ints:
     """The least part that holds an atom with each part, directly or through others."""
-    holders, least = step.holders, {}
-    parts = sorted({*holders.part.tolist()})
-    least = {one: one for one in parts}
+    holders = step.holders
+    least = {one: one for one in holders.part.tolist()}
     shared = np.flatnonzero(holders.count > 1).tolist()
     changed = bool(shared)
     while changed:

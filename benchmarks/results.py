@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import reshard_checkpoint, reshard_delta, reshard_planning, reshard_transfer
+
 TARGET = Path(__file__).with_name("results.md")
 
 
@@ -73,11 +75,51 @@ def head_lines(results: dict[str, Any]) -> Iterator[str]:
         yield ""
 
 
+def plain_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(headers)} |"
+    yield f"| --- |{' ---: |' * (len(headers) - 1)}"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+    yield ""
+
+
+def bullets(lines: Sequence[str]) -> Iterator[str]:
+    yield from (f"- {line}" for line in lines)
+    yield ""
+
+
+def reshard_lines(results: dict[str, Any]) -> Iterator[str]:
+    if planning := results.get("planning"):
+        part = reshard_planning
+        yield from plain_table(part.HEADERS, [part.cells(row) for row in planning["rows"]])
+        yield from bullets(part.sentences(planning))
+    for row in results.get("transfer", {}).get("cases", ()):
+        part = reshard_transfer
+        yield from (f"{part.title(row)}:", "")
+        yield from plain_table(part.HEADERS, [part.cells(*arm) for arm in row["arms"].items()])
+    if delta := results.get("delta"):
+        part = reshard_delta
+        yield from (f"Deltas of {delta['weight_bytes'] / 1e6:.0f} MB of bfloat16:", "")
+        yield from plain_table(part.HEADERS, [part.cells(row) for row in delta["rows"]])
+    for row in results.get("checkpoint", {}).get("rows", ()):
+        part = reshard_checkpoint
+        yield from (f"{part.title(row)}:", "")
+        yield from plain_table(part.HEADERS, [part.cells(*item) for item in part.arms(row)])
+        yield from bullets(part.sentences(row))
+    goals = [goal["text"] for part in results.values() for goal in goals_of(part)]
+    yield from ("Goals:", "", *bullets(goals))
+
+
+def goals_of(part: Any) -> Sequence[dict[str, Any]]:
+    return part.get("goals", ()) if isinstance(part, dict) else ()
+
+
 SECTIONS = {
     "head": head_lines,
     "rollout": rollout_lines,
     "grpo": grpo_lines,
     "parity": parity_lines,
+    "reshard": reshard_lines,
 }
 
 

@@ -11,8 +11,7 @@ Called by the trainer (`Saver`, load) and by the run (latest). One checkpoint is
     notes     the two JSON files                    faults    what does not fit a trainer
     writing   one save, on all ranks together       reading   one load, on all ranks together
     staging   copies that training cannot change    saver     one save at a time, in a thread
-
-The metadata is a pickle: load only checkpoints that you trust.
+    plain     torch's metadata, a pickle, of which nothing is run
 """
 
 from shardloop.checkpoint.faults import compare_keys

@@ -3,28 +3,15 @@
 Called by `checkpoint.reading`, and by whoever looks into a checkpoint.
 """
 
-import pickle
 from pathlib import Path
 
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 from shardloop.checkpoint.folder import complete_checkpoints
 from shardloop.checkpoint.notes import Restored, read_notes
+from shardloop.checkpoint.plain import load_metadata
 from shardloop.errors import CheckpointError
 
-DAMAGE = (
-    CheckpointError,
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    EOFError,
-    AttributeError,
-    ImportError,
-    pickle.UnpicklingError,
-)
-"""What reading files of any content can raise; a pickle has its say in most of them."""
 _SHOWN_CHARACTERS = 160
 
 
@@ -35,8 +22,8 @@ def read_metadata(path: Path) -> Metadata:
         CheckpointError: it cannot be read, or a file is missing or shorter than it says.
     """
     try:
-        return _read(path)
-    except DAMAGE as error:
+        return load_metadata(path)
+    except Exception as error:  # damaged files can raise anything
         raise damaged(path, error) from error
 
 
@@ -47,21 +34,9 @@ def read_saved(path: Path) -> tuple[Metadata, Restored]:
         CheckpointError: as `read_metadata`, or the notes are not those that were saved.
     """
     try:
-        return _read(path), read_notes(path)
-    except DAMAGE as error:
+        return load_metadata(path), read_notes(path)
+    except Exception as error:  # damaged files can raise anything
         raise damaged(path, error) from error
-
-
-def _read(path: Path) -> Metadata:
-    metadata = FileSystemReader(path).read_metadata()
-    sizes: dict[str, int] = {}
-    for entry in metadata.storage_data.values():
-        end = entry.offset + entry.length
-        sizes[entry.relative_path] = max(end, sizes.get(entry.relative_path, 0))
-    for name, size in sizes.items():
-        if (found := (path / name).stat().st_size) < size:
-            raise CheckpointError(f"{name} has {found} bytes of {size}")
-    return metadata
 
 
 def damaged(path: Path, cause: BaseException) -> CheckpointError:
@@ -86,8 +61,8 @@ def _older(path: Path) -> list[Path]:
 
 def _is_intact(path: Path) -> bool:
     try:
-        _read(path)
+        load_metadata(path)
         read_notes(path)
-    except DAMAGE:
+    except Exception:
         return False
     return True

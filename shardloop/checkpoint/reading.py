@@ -15,6 +15,7 @@ from shardloop.checkpoint.faults import compare_keys
 from shardloop.checkpoint.folder import is_complete
 from shardloop.checkpoint.metadata import damaged, read_saved
 from shardloop.checkpoint.notes import Restored
+from shardloop.checkpoint.plain import PlainReader
 from shardloop.errors import CheckpointError
 from shardloop.parallel.agree import together
 
@@ -47,7 +48,7 @@ def _check_saved(path: Path, state: Mapping[str, Tensor]) -> Restored:
 
 def _fill(path: Path, state: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
     try:
-        load(dict(state), checkpoint_id=path, process_group=group)
+        load(dict(state), storage_reader=PlainReader(path), process_group=group)
     except CheckpointException as error:  # of any rank, and raised on all
         cause = next((cause for cause, _ in error.failures.values()), error)
         raise damaged(path, cause) from error

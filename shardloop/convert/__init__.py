@@ -10,7 +10,7 @@ Called by `shardloop checkpoint`. One process, no group; never the whole model i
     store        what a reader is; boxes of tensors that stay in their files
     hf_files     safetensors                     dcp_files       torch.distributed.checkpoint
     megatron_files   a file for each (tp, pp, ep) rank     zero3_files   DeepSpeed's flat partitions
-    torch_files, dcp_metadata   pickles, of which nothing is run
+    torch_files  pickles, of which nothing is run
 
 Formats are told by their files, layouts by their names: what moves where is the reshard plan's.
 """

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from shardloop.checkpoint.notes import TRAINER_FILE
-from shardloop.convert.execute import Progress
+from shardloop.convert.compare import Progress
+from shardloop.convert.damage import damaged, demand_sound
+from shardloop.convert.look import files
 from shardloop.convert.store import Reader, whole
 from shardloop.errors import CheckpointError
 
@@ -21,12 +23,13 @@ _OURS = re.compile(r"step-\d{6,}(\.old)?")
 
 
 def element_faults(reader: Reader, *, progress: Progress) -> Iterator[str]:
-    """Reads everything, one tensor at a time: each that cannot be read, or has elements that are
-    not finite."""
+    """Reads everything, one tensor at a time: each file whose checksums are not those of its bytes
+    (safetensors has none), each tensor that cannot be read or has elements that are not finite."""
     if _OURS.fullmatch(reader.path.name) and not (reader.path / TRAINER_FILE).is_file():
         yield f"no {TRAINER_FILE}: it was not written to its end"
+    yield from _altered_archives(reader)
     entries = list(reader.everything())
-    total = sum(stored.num_elements * stored.dtype.itemsize for _, _, stored in entries)
+    total = sum(stored.num_bytes for _, _, stored in entries)
     done = 0
     for rank, name, stored in entries:
         where = f"rank {rank}: {name}" if reader.num_ranks > 1 else name
@@ -38,8 +41,18 @@ def element_faults(reader: Reader, *, progress: Progress) -> Iterator[str]:
             else:
                 if count:
                     yield f"{where}: {count} of {stored.num_elements} elements are not finite"
-        done += stored.num_elements * stored.dtype.itemsize
+        done += stored.num_bytes
         progress("read", done, total)
+
+
+def _altered_archives(reader: Reader) -> Iterator[str]:
+    """Those of the files that are one archive each; of others, each chunk is checked when read."""
+    for file in files(reader):
+        if file.suffix == ".pt":
+            try:
+                demand_sound(file)
+            except Exception as error:  # a damaged archive can raise anything
+                yield str(damaged(file, error))
 
 
 def _num_not_finite(tensor: Tensor) -> int:

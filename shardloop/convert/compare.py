@@ -4,19 +4,28 @@ Called by `convert.execute` and `shardloop checkpoint verify`. Each side is read
 tensor; what is compared is `reshard.fingerprint`, not the tensors.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from shardloop.convert.sources import Source, rank_tensors
+from shardloop.convert.sources import Source
+from shardloop.convert.store import StoredTensors
 from shardloop.errors import UsageError
 from shardloop.reshard.copies import find_copies
 from shardloop.reshard.fingerprint import local_fingerprints
 
+Progress = Callable[[str, int, int], None]
+"""What is done, bytes so far, bytes in all."""
+
 
 def differing(
-    one: Source, other: Source, *, dtypes: Mapping[str, torch.dtype] | None = None
+    one: Source,
+    other: Source,
+    *,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    progress: Progress,
 ) -> list[str]:
     """The canonical tensors of which some element differs between two sources without faults, or
     between the copies that ranks of one of them hold.
@@ -40,7 +49,8 @@ def differing(
         dtypes = left
     else:
         faults = {}
-    here, there = (fingerprints(source, dtypes) for source in (one, other))
+    count = _Count(total=sum(map(_num_bytes, (one, other))), progress=progress)
+    here, there = (fingerprints(source, dtypes, count) for source in (one, other))
     for index, name in enumerate(names):
         a, b = here[:, index], there[:, index]
         for side, prints in ((one, a), (other, b)):
@@ -51,7 +61,27 @@ def differing(
     return list(faults.values())
 
 
-def fingerprints(source: Source, dtypes: Mapping[str, torch.dtype]) -> Tensor:
+def _num_bytes(source: Source) -> int:
+    stored = (t for rank in range(source.layout.world_size) for t in source.tensors(rank).values())
+    return sum(tensor.num_bytes for tensor in stored)
+
+
+@dataclass
+class _Count:
+    """Tells the progress of reads; what nobody compares, such as padding, is not counted."""
+
+    total: int
+    progress: Progress
+    done: int = 0
+
+    def __call__(self, num_bytes: int) -> None:
+        self.done += num_bytes
+        self.progress("compared", self.done, self.total)
+
+
+def fingerprints(
+    source: Source, dtypes: Mapping[str, torch.dtype], on_read: Callable[[int], None]
+) -> Tensor:
     """int64 [prints, canonical tensors by sorted name] of a whole checkpoint.
 
     Taken in the widest of `dtypes`, to which the conversion is one to one; where there is but one,
@@ -64,7 +94,7 @@ def fingerprints(source: Source, dtypes: Mapping[str, torch.dtype]) -> Tensor:
             wire = dtype if wire is None else torch.promote_types(wire, dtype)
     total: Tensor | None = None
     for rank in range(source.layout.world_size):
-        tensors = rank_tensors(source, rank)
+        tensors = StoredTensors(source.reader, rank, on_read)
         part = local_fingerprints(copies, rank, tensors, dtype=wire or torch.float32)  # type: ignore[arg-type]
         total = part if total is None else total + part
     assert total is not None, "a layout has a rank"

@@ -1,6 +1,8 @@
 """What to say of files that are not there or cannot be read. Called by the formats. Floor 3."""
 
+import zipfile
 from pathlib import Path
+from typing import IO
 
 from shardloop.errors import CheckpointError
 from shardloop.types import shorten
@@ -23,3 +25,24 @@ def demand_file(path: Path) -> None:
     """
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; copy all files of the checkpoint")
+
+
+def demand_sound(archive: Path | IO[bytes]) -> None:
+    """Reads all of what torch.save wrote: its bytes must have the checksums that are in it.
+
+    Raises:
+        CheckpointError: one does not. OSError, BadZipFile: it cannot be read.
+    """
+    with zipfile.ZipFile(archive) as entries:
+        if (bad := entries.testzip()) is not None:
+            raise CheckpointError(f"{bad} in it is not what was saved: its checksum differs")
+
+
+def as_disk_error(cause: BaseException) -> BaseException:
+    """What torch's writer of archives raises where a disk is full, as what it is."""
+    is_archive = isinstance(cause, RuntimeError) and "inline_container" in str(cause)
+    return (
+        OSError(f"the archive cannot be written, the disk may be full ({cause})")
+        if is_archive
+        else cause
+    )

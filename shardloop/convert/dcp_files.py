@@ -18,14 +18,15 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardloop.checkpoint.notes import TRAINER_FILE, read_notes
-from shardloop.convert.damage import damaged
-from shardloop.convert.dcp_metadata import read_dcp_metadata
+from shardloop.checkpoint.plain import METADATA_FILE, load_metadata
+from shardloop.convert.damage import as_disk_error, damaged, demand_file, demand_sound
 from shardloop.convert.store import Stored
 from shardloop.errors import CheckpointError
 from shardloop.hf.headers import EMBEDDING
@@ -49,7 +50,7 @@ class DCPReader:
             CheckpointError: the folder is damaged.
         """
         self.path = path
-        metadata = read_dcp_metadata(path)
+        metadata = _metadata(path)
         self._places = metadata.storage_data
         self._all: dict[str, TensorStorageMetadata] = {
             key: entry
@@ -69,19 +70,14 @@ class DCPReader:
         self.notes: Mapping[str, str] = notes
 
     def _is_weight(self, key: str) -> bool:
-        return self._prefix is not None and key.startswith(self._prefix) and key in self._all
+        return key.startswith(self._prefix or "") and key in self._all
 
     def _num_savers(self) -> int:
         files = {str(place.relative_path) for place in self._places.values()}
         return len({file.rsplit("_", 1)[0] for file in files})
 
     def tensors(self, rank: int) -> dict[str, Stored]:
-        if self._prefix is None:
-            raise CheckpointError(
-                f"{self.path}: no tensor is called {EMBEDDING}, with or without a prefix; only "
-                f"Hugging Face names are converted. It has {', '.join(sorted(self._all)[:3])}, ..."
-            )
-        start = len(self._prefix)
+        start = len(self._prefix or "")
         return {
             key[start:]: self._stored(key, entry)
             for key, entry in self._all.items()
@@ -143,10 +139,10 @@ class DCPReader:
                 "save the checkpoint without extensions"
             )
         try:
-            with Window(file, place.offset, place.length) as window:
-                tensor = torch.load(
-                    io.BufferedReader(window), map_location="cpu", weights_only=True
-                )
+            with io.BufferedReader(Window(file, place.offset, place.length)) as archive:
+                demand_sound(archive)
+                archive.seek(0)
+                tensor = torch.load(archive, map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged pickle or archive can raise anything
             raise damaged(file, error) from error
         if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (chunk.sizes, dtype):
@@ -203,7 +199,8 @@ def write_dcp(folder: Path, specs: Mapping[str, TensorSpec], read: Callable[[str
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # meant so
             save(state, storage_writer=writer, planner=_Streaming(read), no_dist=True)
     except CheckpointException as error:
-        raise next(iter(error.failures.values()))[0] from error
+        cause = next(iter(error.failures.values()))[0]
+        raise as_disk_error(cause) from error
 
 
 class _Streaming(DefaultSavePlanner):
@@ -215,6 +212,18 @@ class _Streaming(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self._read(index.fqn.removeprefix(PREFIX))
+
+
+def _metadata(path: Path) -> Metadata:
+    demand_file(path / METADATA_FILE)
+    try:
+        return load_metadata(path)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{path}: not all there, or not what it should be; {error}"
+        ) from error
+    except Exception as error:  # a damaged pickle can raise anything, or hold anything
+        raise damaged(path / METADATA_FILE, error) from error
 
 
 def _weights_prefix(path: Path, keys: Mapping[str, object]) -> str | None:
@@ -245,4 +254,4 @@ def _version(path: Path) -> int:
     try:
         return read_notes(path).version
     except (OSError, ValueError) as error:
-        raise damaged(path / TRAINER_FILE, error) from error
+        raise damaged(path, error) from error

@@ -9,9 +9,11 @@ Called by `shardloop checkpoint convert`.
 Whatever fails or is killed before the last step, there is no folder NAME.
 """
 
+import fcntl
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shardloop.checkpoint.folder import remove, sync_to_disk, unfinished_name
-from shardloop.convert.compare import differing
+from shardloop.convert.compare import Progress, differing
 from shardloop.convert.sources import Source, open_source, source_faults
 from shardloop.convert.store import listed, read_view
 from shardloop.convert.targets import Target
@@ -29,9 +31,6 @@ from shardloop.layout import Layout, make_layout
 from shardloop.reshard.flow import Transfer
 from shardloop.reshard.plan import Plan, plan_reshard
 from shardloop.reshard.verify import verify
-
-Progress = Callable[[str, int, int], None]
-"""What is done, bytes so far, bytes in all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +63,7 @@ def convert(
             destination cannot (two dtypes), is damaged, or the folder cannot be written.
         FingerprintError: what was written differs from the source; it is removed.
     """
-    if path.exists() or path.is_symlink():
+    if os.path.lexists(path):
         raise UsageError(f"{path} exists; choose another path, or remove it first")
     layout = make_layout(source.model, target.spec)
     if faults := source_faults(source):
@@ -76,10 +75,7 @@ def convert(
     ranks = _specs(layout, wanted)
     proof = verify(plan_reshard(source.layout, layout))
     job = _Job(source=source, plan=proof.plan, ranks=ranks, progress=progress)
-    unfinished = unfinished_name(path)
-    try:
-        remove(unfinished)
-        unfinished.mkdir(parents=True)
+    with _unfinished(path) as unfinished:
         target.write(
             unfinished,
             ranks=ranks,
@@ -87,13 +83,8 @@ def convert(
             config=source.config,
             tokenizer_from=source.folder,
         )
-        _compare(source, target, unfinished, wanted)
+        _compare(source, target, unfinished, wanted, progress)
         _publish(unfinished, path)
-    except BaseException as error:
-        remove(unfinished)
-        if isinstance(error, OSError):
-            raise CheckpointError(f"{path}: cannot be written: {error}") from error
-        raise
     return Report(
         path=path,
         num_tensors=len(stored),
@@ -101,6 +92,44 @@ def convert(
         converted=_changed(stored, wanted),
         proof=str(proof),
     )
+
+
+@contextmanager
+def _unfinished(path: Path) -> Iterator[Path]:
+    """An empty folder beside `path` for this process alone, which is removed if the block fails.
+
+    Raises:
+        UsageError: another process is writing there. CheckpointError: for an OSError of the block.
+    """
+    folder = unfinished_name(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            _own(descriptor, folder)
+            try:
+                for left in list(folder.iterdir()):  # by one that was killed
+                    remove(left)
+                yield folder
+            except BaseException:
+                remove(folder)
+                raise
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written: {error}") from error
+
+
+def _own(descriptor: int, folder: Path) -> None:
+    """A lock that ends with the process, however it ends."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UsageError(
+            f"{folder}: another conversion is writing there; wait for it, or choose another path"
+        ) from error
+    if not os.path.samestat(os.fstat(descriptor), folder.stat()):
+        raise UsageError(f"{folder}: another conversion has just ended there; choose another path")
 
 
 def _changed(stored: dict[str, torch.dtype], wanted: dict[str, torch.dtype]) -> dict[str, int]:
@@ -186,10 +215,17 @@ class _Job:
         return made
 
 
-def _compare(source: Source, target: Target, folder: Path, dtypes: dict[str, torch.dtype]) -> None:
+def _compare(
+    source: Source,
+    target: Target,
+    folder: Path,
+    dtypes: dict[str, torch.dtype],
+    progress: Progress,
+) -> None:
     given = target.spec if target.format == "megatron" else target.format
     written = open_source(folder, given=given, config=source.config)
-    faults = source_faults(written) or differing(source, written, dtypes=dtypes)
+    faults = source_faults(written)
+    faults = faults or differing(source, written, dtypes=dtypes, progress=progress)
     if faults:
         raise FingerprintError(f"what was written differs from the source:{listed(faults)}")
 

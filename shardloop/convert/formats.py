@@ -6,8 +6,8 @@ Floor 3.
 from pathlib import Path
 
 from shardloop.checkpoint.folder import complete_checkpoints
+from shardloop.checkpoint.plain import METADATA_FILE
 from shardloop.convert.dcp_files import DCPReader
-from shardloop.convert.dcp_metadata import METADATA_FILE
 from shardloop.convert.hf_files import HFReader
 from shardloop.convert.megatron_files import TRACKER as MEGATRON_TRACKER
 from shardloop.convert.megatron_files import MegatronReader

@@ -35,7 +35,7 @@ class Group:
 
     def add(self, rank: int, stored: Stored) -> None:
         self.count += 1
-        self.num_bytes += stored.num_elements * stored.dtype.itemsize
+        self.num_bytes += stored.num_bytes
         self.shapes[stored.shape] = None
         self.dtypes[str(stored.dtype).removeprefix("torch.")] = None
         self.ranks[rank] = None

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardloop.convert.damage import as_disk_error
 from shardloop.convert.store import Stored, whole
 from shardloop.convert.torch_files import Inert, load_torch_file
 from shardloop.errors import CheckpointError, LayoutError
@@ -128,7 +129,10 @@ def write_megatron(
         file.parent.mkdir(parents=True)
         weights = {local: _alone(read(rank, local)) for local in ranks[rank]}
         content = {"model": weights, "checkpoint_version": CHECKPOINT_VERSION, "iteration": 0}
-        torch.save(content, file)
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:
+            raise as_disk_error(error) from error
     (folder / TRACKER).write_text(RELEASE + "\n", encoding="utf-8")
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from shardloop.convert.formats import open_checkpoint
-from shardloop.convert.store import Reader, Stored, StoredTensors, whole
-from shardloop.errors import ModelError
+from shardloop.convert.store import Reader, Stored, whole
+from shardloop.errors import CheckpointError, ModelError
 from shardloop.families import CanonicalModel, canonical_model
 from shardloop.families.base import by_name
 from shardloop.families.fp8 import with_block_fp8
@@ -76,13 +76,13 @@ def open_source(
         config: of the model; None: the config.json in or near `path` (see `config_near`).
         folder: where `config` was, if it was in a model folder.
     Raises:
-        UsageError, CheckpointError, LayoutError: as `open_checkpoint`. ModelError: the config is
-            missing or of no known model.
+        UsageError, CheckpointError, LayoutError: as `open_checkpoint`. CheckpointError: the
+            config.json near it is damaged. ModelError: the config is missing or of no known model.
     """
     reader = open_checkpoint(path, given=given)
     if config is None:
         folder = config_near(reader.path)
-        config = None if folder is None else read_json(folder / "config.json")
+        config = None if folder is None else _config_of(folder)
     if config is None:
         raise ModelError(
             f"{path}: no config.json in it or near it, so its tensors cannot be told; name the "
@@ -90,6 +90,13 @@ def open_source(
         )
     layout = make_layout(model_of(config), reader.spec)
     return Source(reader=reader, layout=layout, config=config, folder=folder)
+
+
+def _config_of(folder: Path) -> dict[str, Any] | None:
+    try:
+        return read_json(folder / "config.json")
+    except ModelError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def config_near(path: Path) -> Path | None:
@@ -174,8 +181,3 @@ def _alias_faults(source: Source) -> Iterator[str]:
 
 def _whole(reader: Reader, stored: Stored, name: str) -> Tensor:
     return reader.read(0, name, whole(stored.shape))
-
-
-def rank_tensors(source: Source, rank: int) -> StoredTensors:
-    """What `View.of` takes; tensors stay in their files until they are sliced."""
-    return StoredTensors(source.reader, rank)

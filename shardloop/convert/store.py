@@ -4,7 +4,7 @@ A format is a `Reader`; `StoredTensors` makes one rank of it a mapping whose ten
 files until they are sliced, so `View.of` of a plan reads no more than its box.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -35,6 +35,10 @@ class Stored(NamedTuple):
         for length in self.shape:
             size *= length
         return size
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
 
 
 class Reader(Protocol):
@@ -74,20 +78,27 @@ class LazyTensor:
     reader: Reader
     rank: int
     name: str
+    on_read: Callable[[int], None]
 
     def __getitem__(self, slices: Sequence[slice]) -> Tensor:
         box = tuple((part.start, part.stop) for part in slices)
-        return self.reader.read(self.rank, self.name, box)
+        part = self.reader.read(self.rank, self.name, box)
+        self.on_read(part.nbytes)
+        return part
 
 
 class StoredTensors(Mapping[str, LazyTensor]):
     """What one rank holds, for `View.of`."""
 
-    def __init__(self, reader: Reader, rank: int) -> None:
-        self._reader, self._rank = reader, rank
+    def __init__(self, reader: Reader, rank: int, on_read: Callable[[int], None]) -> None:
+        """
+        Args:
+            on_read: called after each read with its bytes.
+        """
+        self._reader, self._rank, self._on_read = reader, rank, on_read
 
     def __getitem__(self, name: str) -> LazyTensor:
-        return LazyTensor(self._reader, self._rank, name)
+        return LazyTensor(self._reader, self._rank, name, self._on_read)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._reader.tensors(self._rank))
@@ -100,9 +111,9 @@ def read_view(reader: Reader, rank: int, view: View) -> Tensor:
     """The elements of a view. Only its own bytes are read, where each local dim is one of them."""
     if view.inner and len(view.shape) == len(view.slices):
         pairs = zip(view.slices, view.inner, strict=True)
-        slices = [slice(_start(a) + b.start, _start(a) + b.stop) for a, b in pairs]
-        return LazyTensor(reader, rank, view.local_name)[slices]
-    part: Tensor = view.of(StoredTensors(reader, rank))
+        box = tuple((_start(a) + b.start, _start(a) + b.stop) for a, b in pairs)
+        return reader.read(rank, view.local_name, box)
+    part: Tensor = view.of(StoredTensors(reader, rank, lambda num_bytes: None))
     return part
 
 

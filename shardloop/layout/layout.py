@@ -42,6 +42,10 @@ class View:
         """The view of `tensors[local_name]`, sharing its memory (numpy or torch)."""
         return tensors[self.local_name][self.slices].reshape(self.shape)[self.inner]
 
+    def under(self, local_name: str) -> "View":
+        """The same elements of another local tensor."""
+        return View(local_name, self.slices, self.shape, self.inner)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTensor:

@@ -4,7 +4,6 @@ Called by `Plan.sends` and `Plan.receives`.
 """
 
 from collections.abc import Iterable, Iterator
-from itertools import product
 from typing import Any
 
 from shardloop.layout.layout import LocalTensor, Row, view_of
@@ -30,11 +29,20 @@ def _transfers(route: Route, runs: Runs) -> Iterator[tuple[Any, Transfer]]:
         ranks = route.src_ranks[src], route.dst_ranks[dst]
         box = tuple(zip(lo[2:], hi[2:], strict=True))
         here, there = src_rows[tuple(src_row)], dst_rows[tuple(dst_row)]
-        for numbers in product(range(lo[0], hi[0], step), range(lo[1], hi[1])):
-            views = (view_of(*here, numbers, box), view_of(*there, numbers, box))
-            name = tensor_class.name(*numbers)
-            transfer = Transfer(*ranks, name, box, *views, tensor_class.dtype)
-            yield (numbers[0], *key, numbers[1], box, ranks), transfer
+        for expert in range(lo[1], hi[1]):
+            first = lo[0], expert
+            views = view_of(*here, first, box), view_of(*there, first, box)
+            for layer in range(lo[0], hi[0], step):  # alike but for their names
+                numbers = layer, expert
+                transfer = Transfer(
+                    *ranks,
+                    tensor_class.name(*numbers),
+                    box,
+                    views[0].under(here[0].name(here[1], numbers)),
+                    views[1].under(there[0].name(there[1], numbers)),
+                    tensor_class.dtype,
+                )
+                yield (layer, *key, expert, box, ranks), transfer
 
 
 class _Rows:

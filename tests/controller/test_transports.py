@@ -55,10 +55,15 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return folder
 
 
-def _resumed(stopped: RunFolder, tmp_path: Path, transport: str) -> RunFolder:
+def _resumed(
+    stopped: RunFolder, tmp_path: Path, transport: str, *, sleep: str = "never"
+) -> RunFolder:
+    """The rest of the run; where the engine sleeps, on the trainer's ranks."""
     folder = RunFolder(tmp_path / "run")
     shutil.copytree(stopped.root, folder.root)
-    list(train(_with(folder.read_config(), transport), folder, resume=True))
+    config = _with(folder.read_config(), transport, sleep=sleep)
+    workers = replace(config.workers, colocate=sleep != "never")
+    list(train(replace(config, workers=workers), folder, resume=True))
     return folder
 
 
@@ -74,19 +79,35 @@ def test_a_run_goes_on_alike_whichever_way_its_weights_travel(
     folder = _resumed(stopped, tmp_path, transport)
     assert folder.read_config().engine.transport == transport
     ours, theirs = (read_jsonl(f.metrics) for f in (folder, by_messages))
-    assert [step["step"] for step in ours] == [1, 2, 3]
-    for one, other in zip(ours, theirs, strict=True):
-        for name in {*one, *other} - {*TIMES, "wire_density"}:
-            assert one[name] == other[name], name
+    _check_same(folder, by_messages)
     assert unexplained(folder) == set()
-    weights = [hf.load_weights(f.export) for f in (folder, by_messages)]
-    assert all((weights[0][name] == weights[1][name]).all() for name in weights[1])
     _check_wire([step["wire_bytes"] for step in ours], theirs[-1]["wire_bytes"], transport)
     densities = [step["wire_density"] for step in ours if "wire_density" in step]
     if transport == "delta":
         assert densities[0] == 1.0 and 0.0 < densities[1] < 0.5
     else:
         assert densities == []
+
+
+@pytest.mark.parametrize("transport", ["shm", "delta", "gather"])
+def test_weights_reach_an_engine_that_gave_up_its_own_whichever_way_they_travel(
+    stopped: RunFolder, by_messages: RunFolder, tmp_path: Path, transport: str
+) -> None:
+    folder = _resumed(stopped, tmp_path, transport, sleep="weights")
+    _check_same(folder, by_messages)
+    densities = [step.get("wire_density") for step in read_jsonl(folder.metrics)]
+    assert transport != "delta" or densities[1:] == [1.0, 1.0], "what was given up is sent whole"
+
+
+def _check_same(folder: RunFolder, other: RunFolder) -> None:
+    """The metrics of all steps, clocks and the wire aside, and the exported weights."""
+    ours, theirs = (read_jsonl(f.metrics) for f in (folder, other))
+    assert [step["step"] for step in ours] == [1, 2, 3]
+    for one, two in zip(ours, theirs, strict=True):
+        for name in {*one, *two} - {*TIMES, "wire_density"}:
+            assert one[name] == two[name], name
+    weights = [hf.load_weights(f.export) for f in (folder, other)]
+    assert all((weights[0][name] == weights[1][name]).all() for name in weights[1])
 
 
 def _check_wire(bytes_by_step: list[int], by_messages: int, transport: str) -> None:

@@ -1,6 +1,7 @@
 """Conversions: every way there and back gives the same bits, in bounded memory, or nothing."""
 
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -223,11 +224,16 @@ def test_differences_are_named_whatever_the_formats(tmp_path) -> None:
     weights = make_model(tmp_path / "one", "biases")
     converted(tmp_path / "one", "megatron:tp=2,pp=2", tmp_path / "ranks")
     one, ranks = open_source(tmp_path / "one"), open_source(tmp_path / "ranks")
-    assert differing(one, ranks) == []
+    told: list[tuple[str, int, int]] = []
+    assert differing(one, ranks, progress=lambda *what: told.append(what)) == []
+    assert {what for what, _, _ in told} == {"compared"} and len(told) > len(weights)
+    assert all(0 < done <= total for _, done, total in told)
     weights["model.layers.2.mlp.up_proj.weight"][3, 1] += 1e-3
     hf.shards.write_weights(tmp_path / "one", specs_of(weights), weights.__getitem__)
     changed = open_source(tmp_path / "one")
-    assert differing(changed, ranks) == ["model.layers.2.mlp.up_proj.weight differs"]
+    assert differing(changed, ranks, progress=lambda *_: None) == [
+        "model.layers.2.mlp.up_proj.weight differs"
+    ]
 
 
 def test_copies_that_ranks_hold_must_agree(tmp_path) -> None:
@@ -239,6 +245,36 @@ def test_copies_that_ranks_hold_must_agree(tmp_path) -> None:
     torch.save(content, file)
     with pytest.raises(FingerprintError, match=r"model\.norm\.weight: the ranks of .* different"):
         converted(tmp_path / "ranks", "hf", tmp_path / "out")
+
+
+@pytest.mark.parametrize("to", ["dcp", "megatron:tp=1"])
+def test_a_full_disk_is_an_error_of_the_checkpoint_and_nothing_is_left(to, tmp_path) -> None:
+    make_model(tmp_path / "hf", "biases")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match="out: cannot be written: "):
+            converted(tmp_path / "hf", to, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
+def test_of_two_conversions_to_one_path_the_second_is_refused(tmp_path) -> None:
+    weights = make_model(tmp_path / "hf", "biases")
+    refused: list[str] = []
+
+    def second(what: str, done: int, total: int) -> None:
+        if not refused:
+            with pytest.raises(UsageError, match="another conversion") as caught:
+                converted(tmp_path / "hf", "dcp", tmp_path / "out")
+            refused.append(str(caught.value))
+
+    source = open_source(tmp_path / "hf")
+    convert(source, parse_target("hf"), tmp_path / "out", dtype=None, progress=second)
+    assert refused
+    assert same(read_folder(tmp_path / "out"), weights)
 
 
 KILLED = """

@@ -8,6 +8,7 @@ import shutil
 import sys
 import types
 from collections import Counter
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,14 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader, load
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from shardloop.convert import open_checkpoint, open_source, source_faults
 from shardloop.convert.check import element_faults
@@ -24,6 +32,7 @@ from shardloop.convert.dcp_files import write_dcp
 from shardloop.convert.store import whole
 from shardloop.convert.torch_files import Inert, load_torch_file, plain
 from shardloop.errors import CheckpointError, ShardloopError, UsageError
+from shardloop.hf.shards import TensorSpec
 from tests.convert.models import make_model, read_folder, same, write_zero3
 from tests.convert.test_convert import converted, specs_of
 
@@ -315,3 +324,65 @@ def test_a_damaged_file_is_an_error_with_its_name(seed, kind, request) -> None:
                 reader.read(rank, name, whole(stored.shape))
         except ShardloopError as error:
             assert str(folder) in str(error), f"{seed=} {file}"
+
+
+@pytest.mark.parametrize("format_", ["dcp", "ranks", "zero3"])
+def test_a_flipped_bit_of_a_weight_is_found_by_its_checksum(format_, request) -> None:
+    folder = request.getfixturevalue(format_)
+    reader = open_checkpoint(folder)
+    rank, name, stored = next(entry for entry in reader.everything() if entry[2].num_elements > 8)
+    octets = reader.read(rank, name, whole(stored.shape)).numpy().tobytes()
+    file = stored.files[0]
+    content = bytearray(file.read_bytes())
+    content[content.index(octets) + 1] ^= 1
+    file.write_bytes(content)
+    (fault,) = list(element_faults(open_checkpoint(folder), progress=lambda *_: None))
+    assert str(file) in fault and "checksum differs" in fault
+
+
+def chunks_of(key: str, lows: list[int], size: int) -> Metadata:
+    chunks = [ChunkStorageMetadata(torch.Size([lo]), torch.Size([size])) for lo in lows]
+    properties = TensorProperties(dtype=torch.float32)
+    entry = TensorStorageMetadata(properties, torch.Size([4 * size]), chunks)
+    places = {MetadataIndex(key, [lo]): _StorageInfo("data", 0, 0) for lo in lows}
+    return Metadata(state_dict_metadata={key: entry}, planner_data=None, storage_data=places)
+
+
+@pytest.mark.parametrize("lows", [[0, 4, 7, 12], [0, 4, 8, 13], [-1, 4, 8, 12]])
+def test_chunks_that_overlap_or_lie_outside_their_tensor_are_refused(lows, tmp_path) -> None:
+    (tmp_path / "data").touch()
+    for metadata, is_right in ((chunks_of("w", [8, 0, 12, 4], 4), 1), (chunks_of("w", lows, 4), 0)):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+        if is_right:
+            open_checkpoint(tmp_path)
+        else:
+            with pytest.raises(CheckpointError, match="w has chunks that overlap or lie outside"):
+                open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_altered_metadata_is_read_or_refused_and_nothing_else(dcp, seed) -> None:
+    content = bytearray((dcp / ".metadata").read_bytes())
+    random = np.random.default_rng(seed)
+    content[random.integers(len(content))] ^= 1 << random.integers(8)
+    (dcp / ".metadata").write_bytes(content)
+    with suppress(ShardloopError):
+        source_faults(open_source(dcp))
+        list(element_faults(open_checkpoint(dcp), progress=lambda *_: None))
+
+
+def test_names_that_are_not_hugging_face_s_are_listed_on_both_sides(tmp_path, hf_folder) -> None:
+    weights = {name.replace("model.", "wrapped."): t for name, t in read_folder(hf_folder).items()}
+    specs = {name: TensorSpec(tuple(t.shape), t.dtype) for name, t in weights.items()}
+    (tmp_path / "odd").mkdir()
+    write_dcp(tmp_path / "odd", specs, weights.__getitem__)
+    shutil.copy(hf_folder / "config.json", tmp_path / "odd")
+    faults = "\n".join(source_faults(open_source(tmp_path / "odd")))
+    assert "missing: model.embed_tokens.weight" in faults
+    assert "wrapped.embed_tokens.weight" in faults
+
+
+def test_a_damaged_config_is_no_unknown_model(hf_folder) -> None:
+    (hf_folder / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json: not valid JSON"):
+        open_source(hf_folder)

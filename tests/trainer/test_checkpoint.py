@@ -1,6 +1,7 @@
 """Checkpoints: whole or absent, the same at any number of ranks, loud about what does not fit."""
 
 import os
+import pickle
 import resource
 import shutil
 import time
@@ -25,6 +26,7 @@ from shardloop.checkpoint import (
     save_checkpoint,
     writing,
 )
+from shardloop.checkpoint.plain import PlainReader
 from shardloop.config import OptimConfig, TrainerConfig
 from shardloop.errors import CheckpointError
 from shardloop.parallel.context import RankContext
@@ -490,6 +492,19 @@ def test_metadata_can_be_read_without_tensors_or_ranks(tmp_path, group) -> None:
     shard(path).write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"damaged \(__0_0.distcp has 0 bytes of "):
         read_metadata(path)
+
+
+def test_metadata_that_calls_something_is_refused_and_not_run(tmp_path) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path(tmp_path / "exploded").touch, ())
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(CheckpointError, match=r"damaged .*which metadata does not need"):
+        read_metadata(tmp_path)
+    with pytest.raises(CheckpointError):
+        PlainReader(tmp_path).read_metadata()
+    assert not (tmp_path / "exploded").exists()
 
 
 @pytest.mark.parametrize("extra", [{1: "a"}, {"a": (2, 3)}, {"a": [{"b": {None: 1}}]}])

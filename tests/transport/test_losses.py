@@ -133,7 +133,10 @@ def _processes(*args: Any) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("transport", get_args(TransportName))
-@pytest.mark.parametrize("when", ["set-up", "before", "within", "after"])
+@pytest.mark.parametrize(
+    "when",
+    ["within", *(pytest.param(w, marks=pytest.mark.slow) for w in ("set-up", "before", "after"))],
+)
 @pytest.mark.parametrize("how", ["dies", "stops"])
 def test_a_lost_rank_is_a_named_error_on_all_others_within_the_timeout(
     transport: TransportName, when: str, how: str, tmp_path: Path

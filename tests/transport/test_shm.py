@@ -16,6 +16,8 @@ from shardloop.reshard.verify import verify
 from shardloop.transport import shm
 from shardloop.transport.base import Transport
 from shardloop.transport.channel import Channel, Listener
+from shardloop.transport.delta import DeltaTransport
+from shardloop.transport.gather import Gather
 from shardloop.transport.p2p import P2P
 from shardloop.transport.segment import make_segment, open_segment
 from shardloop.transport.shm import Shm
@@ -61,8 +63,10 @@ def _hundred_updates(context: RankContext) -> list[Any]:
     """Of each transport: (open files, mappings, resident kB) after 5 and after 105 updates."""
     proof, src, dst = _sides(context.rank)
     seen: list[Any] = []
-    for make in (P2P, Shm):
-        transport: Transport = make(proof, dtype=BF16, group=dist.group.WORLD, bucket_bytes=4096)
+    settings: Any = {"dtype": BF16, "group": dist.group.WORLD}
+    for make in (P2P, Shm, DeltaTransport, Gather):
+        limit = {} if make is Gather else {"bucket_bytes": 4096}
+        transport: Transport = make(proof, **settings, **limit)
         for count in (5, 100):
             for _ in range(count):
                 transport.move(src, dst)
@@ -72,20 +76,21 @@ def _hundred_updates(context: RankContext) -> list[Any]:
         transport.close()
         transport.close()
         seen.append(mapped())
-    seen.append(error_of(lambda: transport.move(src, dst)))
-    return seen
+        if make is Shm:
+            closed = error_of(lambda t=transport: t.move(src, dst))
+    return [*seen, closed]
 
 
 def test_memory_and_files_are_flat_over_a_hundred_updates_and_gone_when_closed() -> None:
     named = set(os.listdir("/dev/shm"))
     by_rank = run_ranks(_hundred_updates, 4, timeout_s=60)
     for rank, seen in enumerate(by_rank):
-        assert seen[2] == seen[5] == 0
+        assert [*seen[2:12:3]] == [0] * 4
         assert seen[3][1] == (4 if rank >= 2 else 2), "a file and a mapping for each segment"
-        for before, after in (seen[0:2], seen[3:5]):
+        for before, after in (seen[i : i + 2] for i in range(0, 12, 3)):
             assert before[:2] == after[:2]
             assert after[2] - before[2] < 2048
-        assert seen[6][0] == "WorkerDied" and "was closed" in seen[6][1]
+        assert seen[12][0] == "WorkerDied" and "was closed" in seen[12][1]
     assert set(os.listdir("/dev/shm")) <= named, "nothing has a name that could be left behind"
 
 

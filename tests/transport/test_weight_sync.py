@@ -238,6 +238,9 @@ def _faulty_updates(context: RankContext) -> dict[str, Any]:
     note("good", lambda: sync.sync(1))
     note("other version on one rank", lambda: sync.sync(2 if context.rank == 2 else 1))
     note("trainer elsewhere", lambda: sync.sync(2))
+    other_sync = make(bucket_bytes=64)
+    note("other sync on one rank", lambda: (other_sync if context.rank == 0 else sync).sync(1))
+    note("the other sync", lambda: other_sync.sync(1))
 
     if engine and context.rank == 3:
         flip(sync, engine)
@@ -288,7 +291,8 @@ def test_every_fault_is_an_error_on_every_rank_and_no_engine_generates_from_it()
             assert version is None
         kind, message = seen["unknown transport"][0]
         assert kind == "PlanError" and "choose from p2p, shm, delta, relay, gather" in message
-        for what in ("other version on one rank", "trainer elsewhere"):
+        assert seen["the other sync"] == (None, 1 if engine else None)
+        for what in ("other version on one rank", "trainer elsewhere", "other sync on one rank"):
             (kind, _), version = seen[what]
             assert kind in ("PlanError", "OtherRankRefused")
             assert version == (1 if engine else None), "the old weights must stay usable"

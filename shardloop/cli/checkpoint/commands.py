@@ -186,7 +186,9 @@ def _compare(command: VerifyCommand, source: Source | None) -> None:
     if dtype is not None:
         own = mine.declared_dtypes
         dtypes = {name: own.get(name, dtype) for name in mine.model.tensor_shapes()}
-    if faults := differing(mine, other, dtypes=dtypes):
+    with ProgressLine() as progress:
+        faults = differing(mine, other, dtypes=dtypes, progress=progress)
+    if faults:
         raise FingerprintError(
             f"{command.path} and {command.against}: {len(faults)} tensors differ:{listed(faults)}"
         )

@@ -16,6 +16,7 @@ class ProgressLine:
 
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()
+        self._what = ""
         self._next = STEP
         self._has_line = False
 
@@ -27,6 +28,8 @@ class ProgressLine:
             print(file=sys.stderr)
 
     def __call__(self, what: str, done: int, total: int) -> None:
+        if what != self._what:
+            self._what, self._next = what, STEP
         share = done / total if total else 1.0
         text = f"{what}: {bytes_text(done)} of {bytes_text(total)}"
         if self._is_terminal:

@@ -1,7 +1,7 @@
 """The metadata of torch.distributed.checkpoint, read without trusting it. Floor 3.
 
-Called by `convert.dcp_files`. The file is a pickle: only the classes that describe tensors are
-made from it, and nothing else is called.
+Called by `checkpoint.metadata`, `checkpoint.reading` and `convert.dcp_files`. The file is a pickle:
+only the classes that describe tensors are made from it, and nothing else is called.
 """
 
 import pickle
@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from shardloop.convert.damage import damaged, demand_file
 from shardloop.errors import CheckpointError
 
 METADATA_FILE = ".metadata"
@@ -46,27 +47,29 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def read_dcp_metadata(path: Path) -> Metadata:
+def load_metadata(path: Path) -> Metadata:
     """Names, shapes, dtypes and places of the tensors in a folder.
 
     Raises:
-        CheckpointError: it cannot be read, needs what is not allowed, a file is missing or shorter
-            than it says, or a tensor is not all there; all files and tensors are named.
+        CheckpointError: it needs what is not allowed, a file is missing or shorter than it says, or
+            a tensor is not all there; all files and tensors are named. Any Exception: it is
+            damaged, and no pickle, or one of anything.
     """
-    demand_file(path / METADATA_FILE)
-    try:
-        with (path / METADATA_FILE).open("rb") as file:
-            metadata = _Unpickler(file).load()
-        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-            raise CheckpointError(f"it is not the metadata of {CHECKPOINT}")
-        faults = [*_file_faults(path, metadata), *_chunk_faults(metadata)]
-    except CheckpointError as error:
-        raise CheckpointError(f"{path / METADATA_FILE}: not read; {error}") from error
-    except Exception as error:  # a damaged pickle can raise anything, or hold anything
-        raise damaged(path / METADATA_FILE, error) from error
+    with (path / METADATA_FILE).open("rb") as file:
+        metadata = _Unpickler(file).load()
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise CheckpointError(f"it is not the metadata of {CHECKPOINT}")
+    faults = [*_file_faults(path, metadata), *_chunk_faults(metadata)]
     if faults:
-        raise CheckpointError(f"{path}: not all there; " + "; ".join(faults))
+        raise CheckpointError("; ".join(faults))
     return metadata
+
+
+class PlainReader(FileSystemReader):
+    """Torch's reader, of which the metadata is read by `load_metadata`."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return load_metadata(Path(self.path))
 
 
 def _file_faults(path: Path, metadata: Metadata) -> Iterator[str]:
@@ -89,11 +92,29 @@ def _chunk_faults(metadata: Metadata) -> Iterator[str]:
     for key, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             continue
+        if not isinstance(entry.properties.dtype, torch.dtype):
+            yield f"{key} has the dtype {entry.properties.dtype!r}"
         have = sum(chunk.sizes.numel() for chunk in entry.chunks)
         if have != entry.size.numel():
             yield f"{key} has {have} elements of {entry.size.numel()}"
+        elif not _is_covered(entry):
+            yield f"{key} has chunks that overlap or lie outside it"
         yield from (
             f"{key} at {list(chunk.offsets)} is in no file"
             for chunk in entry.chunks
             if chunk.sizes.numel() and (key, chunk.offsets) not in stored
         )
+
+
+def _is_covered(entry: TensorStorageMetadata) -> bool:
+    """Whether chunks of as many elements as the tensor has lie within it, and are disjoint."""
+    chunks = [chunk for chunk in entry.chunks if chunk.sizes.numel()]
+    shape = (len(chunks), len(entry.size))
+    lo = np.array([chunk.offsets for chunk in chunks], np.int64).reshape(shape)
+    hi = lo + np.array([chunk.sizes for chunk in chunks], np.int64).reshape(shape)
+    if (lo < 0).any() or (hi > np.array(entry.size, np.int64)).any():
+        return False
+    meet = np.ones((len(chunks), len(chunks)), bool)
+    for dim in range(len(entry.size)):
+        meet &= np.less.outer(lo[:, dim], hi[:, dim]) & np.greater.outer(hi[:, dim], lo[:, dim])
+    return int(meet.sum()) == len(chunks)
