@@ -86,7 +86,7 @@ def _run_place(size: Size, place: Path) -> dict[str, Any]:
             way: statistics.median(
                 own - alone
                 for own, alone in zip(
-                    _sums(saved, [f"{way}: steps", f"{way}: end"]),
+                    _sums(saved, [f"{way}: {part}" for part in ("stall", "steps", "end")]),
                     saved["steps alone"].wall_s,
                     strict=True,
                 )
@@ -147,7 +147,7 @@ def title(row: dict[str, Any]) -> str:
 def sentences(row: dict[str, Any]) -> list[str]:
     lines = [f"{name}: {_range(found)}" for name, found in row["ratios"].items()]
     for way, seconds in row["added_s"].items():
-        lines.append(f"{way}: {1e3 * seconds:+.0f} ms over the next {STEPS} steps and the end")
+        lines.append(f"{way}: {1e3 * seconds:+.0f} ms over stall, next {STEPS} steps and end")
     read = ", ".join(f"{name} {value:.3f}" for name, value in row["read_to_needed"].items())
     return [*lines, f"load, ours / dcp.load: {_range(row['load_ratio'])}; read / needed: {read}"]
 
