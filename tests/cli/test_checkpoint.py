@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardloop.cli.checkpoint.words import _group_lines
 from shardloop.cli.main import COMMANDS, main
 from shardloop.hf.shards import write_weights
 from tests.convert.models import CONFIGS, make_model, read_folder, same
@@ -62,6 +63,22 @@ def test_inspect_tells_format_layout_groups_and_places(model, tmp_path, capsys) 
     assert "hf (Hugging Face safetensors)" in text
     assert "model.layers.{0-2}.mlp.experts.{0-3}.up_proj.weight" in text
     assert f"rank 0 has [0:8, 0:16] in {name} of {model / 'model.safetensors'}" in text
+
+
+def test_inspect_sums_up_what_a_run_keeps_beside_its_weights() -> None:
+    def group(name: str, count: int) -> dict[str, object]:
+        shape = {"shapes": [[2, 3]], "dtypes": ["float32"], "ranks": [0]}
+        return {"name": name, "count": count, "num_bytes": 24 * count, **shape}
+
+    names = ["model.a", "optim.exp_avg.a", "optim.exp_avg.b", "reference.a", "optimist.a"]
+    told = list(_group_lines([group(name, 2) for name in names], ranks=1))
+    assert [line.split()[0] for line in told] == [
+        "model.a",
+        "optimist.a",
+        "optim.exp_avg.*",
+        "reference.*",
+    ]
+    assert told[2].endswith("4 tensors, 96 B")
 
 
 def test_verify_names_elements_that_are_not_finite(model, capsys) -> None:

@@ -1,5 +1,7 @@
 """A checkpoint as JSON data, and that as a table. Called by `cli.checkpoint.commands`. Floor 5."""
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +12,8 @@ from shardloop.convert.store import MOST_LISTED, Reader
 from shardloop.reshard.cost import bytes_text
 
 SHOWN_SHAPES = 3
+BESIDE = re.compile(r"(optim\.[^.]+|reference)\.")
+"""Names in a run's checkpoint of tensors that belong to a weight of the same name."""
 
 
 def document(
@@ -77,9 +81,7 @@ def lines(facts: Mapping[str, Any]) -> Iterator[str]:
         f"{bytes_text(facts['num_bytes'])}"
     )
     yield ""
-    width = max([len(group["name"]) for group in facts["groups"]], default=0)
-    for group in facts["groups"]:
-        yield _group_line(group, width, ranks=facts["num_ranks"])
+    yield from _group_lines(facts["groups"], ranks=facts["num_ranks"])
     if "places" in facts:
         yield ""
         yield from (_place_line(place) for place in facts["places"])
@@ -97,6 +99,23 @@ def _model_lines(model: Mapping[str, Any] | None) -> Iterator[str]:
     yield from (f"{'misfit':10}{fault}" for fault in faults[:MOST_LISTED])
     if len(faults) > MOST_LISTED:
         yield f"{'misfit':10}and {len(faults) - MOST_LISTED} more"
+
+
+def _group_lines(groups: Sequence[Mapping[str, Any]], *, ranks: int) -> Iterator[str]:
+    """A line for each group of weights, then one for each kind of what a run keeps beside them."""
+    beside: dict[str, Counter[str]] = {}
+    weights = []
+    for group in groups:
+        if match := BESIDE.match(group["name"]):
+            kind = beside.setdefault(match[1], Counter())
+            kind.update(tensors=group["count"], num_bytes=group["num_bytes"])
+        else:
+            weights.append(group)
+    width = max([len(group["name"]) for group in weights], default=0)
+    yield from (_group_line(group, width, ranks=ranks) for group in weights)
+    for name, kind in beside.items():
+        size = bytes_text(kind["num_bytes"])
+        yield f"{f'{name}.*':{width}}  {kind['tensors']:>6} tensors, {size}"
 
 
 def _group_line(group: Mapping[str, Any], width: int, *, ranks: int) -> str:
