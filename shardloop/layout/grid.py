@@ -13,7 +13,8 @@ What is over is copies, or for experts under fsdp or zero3 as many chunks of wha
 ranks, Megatron's data-parallel size being dp x block / tp, and `engine:replicas=32,ep=64,tp=8`
 has 32 x 64. Without ep and etp, experts are cut as dense tensors are.
 
-etp is 1 where it is left out; Megatron takes its tensor-parallel size (`ModelParallelConfig`).
+Where etp is left out, each expert of a rank is whole (etp=1), but for `megatron`, which then cuts
+experts as tp cuts dense tensors (`ModelParallelConfig.expert_tensor_parallel_size`).
 """
 
 from dataclasses import dataclass
@@ -110,8 +111,8 @@ def _folded(spec: LayoutSpec, axes: Sizes) -> tuple[Sizes, Sizes]:
     size = max(num_dense, num_expert)
     if size % num_dense or size % num_expert:
         raise LayoutError(
-            f"layout {spec}: experts are on {_product(expert)} = {num_expert} ranks, dense tensors "
-            f"on {_product(dense)} = {num_dense}; choose sizes of which one divides the other"
+            f"layout {spec}: experts are on {num_expert} ranks ({_product(expert)}), dense tensors "
+            f"on {num_dense} ({_product(dense)}); choose sizes of which one divides the other"
         )
     chunks = next((name for name, _ in dense if name != "tp"), COPIES)
     dense = [(COPIES, size // num_dense), *dense]
@@ -132,4 +133,4 @@ def _around_block(spec: LayoutSpec, axes: Sizes) -> tuple[Sizes, Sizes, Sizes]:
 
 
 def _product(axes: Sizes) -> str:
-    return " x ".join(name for name, _ in axes) or "1"
+    return " x ".join(f"{name}={size}" for name, size in axes) or "1"

@@ -28,7 +28,7 @@ def hf_tensors(model: CanonicalModel, spec: LayoutSpec) -> Iterator[LocalTensor]
     grids = make_grids(spec)
     for c in model.classes:
         yield _local_tensor(model, c, grids.of(c))
-    if model.tied and spec.size("pp") > 1:
+    if model.tied and EMBEDDING in model.class_of and spec.size("pp") > 1:
         yield _local_tensor(model, model.class_of[EMBEDDING], grids.dense, head=True)
 
 

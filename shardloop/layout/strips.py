@@ -23,6 +23,12 @@ OWN = "*"
 PADDING = -1
 
 
+def read_only(array: Ints) -> Ints:
+    """The same array, which no one can write to by this name any more."""
+    array.flags.writeable = False
+    return array
+
+
 @dataclass(frozen=True, eq=False)
 class Strips:
     """Segments of all parts, part by part and in order; arrays are read-only."""
@@ -40,7 +46,7 @@ class Strips:
 
     def __post_init__(self) -> None:
         for array in (self.part, self.key, self.lo, self.hi):
-            array.flags.writeable = False
+            read_only(array)
 
     @property
     def num_dims(self) -> int:
@@ -49,25 +55,24 @@ class Strips:
     @cached_property
     def size(self) -> Ints:
         """Elements of each segment."""
-        sizes: Ints = np.prod(self.hi - self.lo, axis=1)
-        return sizes
+        return read_only(np.prod(self.hi - self.lo, axis=1))
 
     @cached_property
     def start(self) -> Ints:
         """Index of each part's first segment, and the number of all at the end."""
-        return np.searchsorted(self.part, np.arange(self.num_parts + 1))
+        return read_only(np.searchsorted(self.part, np.arange(self.num_parts + 1)))
 
     @cached_property
     def loc(self) -> Ints:
         """Where each segment starts in the local dim of its part."""
         ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.size)])
-        return ends[:-1] - ends[self.start[self.part]]
+        return read_only(ends[:-1] - ends[self.start[self.part]])
 
     @cached_property
     def length(self) -> Ints:
         """Elements of each part, padding included."""
         ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.size)])
-        return ends[self.start[1:]] - ends[self.start[:-1]]
+        return read_only(ends[self.start[1:]] - ends[self.start[:-1]])
 
     @cached_property
     def digest(self) -> bytes:

@@ -15,6 +15,10 @@ import numpy as np
 
 from shardloop.layout.strips import OWN, PADDING, Ints, Strips
 
+MOST_KEPT = 256
+"""Tables, products and joins that are kept for the next plan, each: those of a few plans, since one
+of zero3 on thousands of ranks has 10 MB of them."""
+
 
 class Axis(NamedTuple):
     name: str
@@ -91,7 +95,7 @@ class Cut:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The rows of a cut that belong to one class, by part and place; arrays are read-only."""
+    """The rows of a cut that belong to one class, by part and place."""
 
     part: Ints
     lo: Ints
@@ -102,17 +106,13 @@ class Table:
     source: Ints
     """[rows]: which of several copies of a tied tensor has the row; 0 where there is but one."""
 
-    def __post_init__(self) -> None:
-        for array in (self.part, self.lo, self.hi, self.loc, self.source):
-            array.flags.writeable = False
-
 
 def make_table(cut: Cut, key: str) -> Table:
     """Tabulate a cut for one class. Equal cuts that do not name the class give the same object."""
     return _make_table(cut.axes, cut.strips, key if key in cut.named_keys else OWN)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=MOST_KEPT)
 def _make_table(axes: Mesh, strips: Strips, key: str) -> Table:
     wanted = [number for number, name in enumerate(strips.keys) if name in (key, OWN)]
     rows = np.flatnonzero(np.isin(strips.key, wanted))

@@ -3,9 +3,11 @@
 Called by `controller.setup`, which prints it, and by `shardloop.weight_sync`; moves nothing.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import numpy as np
 
@@ -95,7 +97,7 @@ def cost(plan: Plan, *, itemsize: int) -> Cost:
         itemsize: bytes on the wire per element of the tensors kept in the model's own dtype.
     """
     shape = len(plan.src_ranks), len(plan.dst_ranks)
-    flat = np.zeros(shape[0] * shape[1], dtype=np.int64)
+    totals: dict[bytes, Ints] = defaultdict(lambda: np.zeros(prod(shape), dtype=np.int64))
     num_transfers = minimum_bytes = 0
     for flow in plan.flows:
         dtype = flow.tensor_class.dtype
@@ -103,10 +105,10 @@ def cost(plan: Plan, *, itemsize: int) -> Cost:
         minimum_bytes += size * _missing(plan, flow)
         for load in loads(plan, flow):
             pair = load.src * shape[1] + load.dst
-            np.add.at(flat, pair, size * load.num_elements)
+            np.add.at(totals[load.free.tobytes()], pair, size * load.num_elements)
             num_transfers += load.num_transfers
     copied = np.flatnonzero(plan.twin >= 0)
-    matrix = flat.reshape(shape)
+    matrix = _all_free(totals, shape)
     local_bytes = int(matrix[copied, plan.twin[copied]].sum())
     matrix[copied, plan.twin[copied]] = 0
     return Cost(
@@ -117,6 +119,16 @@ def cost(plan: Plan, *, itemsize: int) -> Cost:
         minimum_bytes=minimum_bytes,
         num_transfers=num_transfers,
     )
+
+
+def _all_free(totals: Mapping[bytes, Ints], shape: tuple[int, int]) -> Ints:
+    """The matrix of what moves to destinations and, by some offsets from them, to free ranks."""
+    flat = np.zeros(prod(shape), dtype=np.int64)
+    for free, total in totals.items():
+        pairs = np.flatnonzero(total)
+        for offset in np.frombuffer(free, dtype=np.int64):
+            flat[pairs + offset] += total[pairs]
+    return flat.reshape(shape)
 
 
 def _missing(plan: Plan, flow: Flow) -> int:
@@ -150,8 +162,9 @@ def _imbalance(sizes: Ints) -> float:
 
 
 def bytes_text(num_bytes: float) -> str:
+    """In three digits: `999 kB`, `1 MB`, `12.3 GB`; of the largest unit all digits."""
     for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}" if unit != "B" else f"{num_bytes:.0f} B"
+        if num_bytes < 999.5:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.4g} TB"

@@ -9,10 +9,10 @@ from functools import lru_cache
 import numpy as np
 
 from shardloop.layout.strips import Ints
-from shardloop.layout.tables import Table
+from shardloop.layout.tables import MOST_KEPT, Table
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=MOST_KEPT)
 def cross(tables: tuple[Table, ...]) -> Table:
     """The product of the tables of successive cuts, by part; equal tables give the same object."""
     if len(tables) == 1:
@@ -28,7 +28,7 @@ def cross(tables: tuple[Table, ...]) -> Table:
     )
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=MOST_KEPT)
 def of_copies(tables: tuple[Table, ...]) -> Table:
     """The rows of all copies, each with the index of its table as source."""
     if len(tables) == 1:

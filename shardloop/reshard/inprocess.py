@@ -20,7 +20,7 @@ def execute_inprocess(
     """Write every destination tensor in place. Values are cast to the destination's dtype.
 
     Args:
-        src: global rank -> local tensor name -> array, for every source rank.
+        src: global rank -> local tensor name -> array, for every source rank but the lost ones.
         dst: the same for every destination rank; padding in it is left as it is. The tensors of a
             rank that is in both must not share memory with its source tensors.
     Raises:
@@ -32,8 +32,8 @@ def execute_inprocess(
             f"execute_inprocess takes a Proof, got {type(proof).__name__}; verify(plan)"
         )
     plan = proof.plan
-    faults = _misfits("source", plan.src, plan.src_ranks, src)
-    faults += _misfits("destination", plan.dst, plan.dst_ranks, dst)
+    faults = _misfits("source", plan.src, plan.src_index, src)
+    faults += _misfits("destination", plan.dst, plan.dst_index, dst)
     if faults:
         raise PlanError(
             f"the tensors do not fit the plan {plan.src.spec} -> {plan.dst.spec}:\n"
@@ -47,11 +47,15 @@ def execute_inprocess(
 def _misfits(
     side: str,
     layout: Layout,
-    ranks: tuple[int, ...],
+    index: Mapping[int, int],
     tensors: Mapping[int, Mapping[str, Any]],
 ) -> list[str]:
-    faults = [f"{side} rank {rank} is not in the layout" for rank in tensors if rank not in ranks]
-    for layout_rank, rank in enumerate(ranks):
+    faults = [
+        f"{side} rank {rank} is not in the layout, or is lost"
+        for rank in tensors
+        if rank not in index
+    ]
+    for rank, layout_rank in index.items():
         shapes = layout.local_shapes(layout_rank)
         faults += [
             f"{side} rank {rank}: {fault}" for fault in shape_faults(shapes, tensors.get(rank, {}))

@@ -4,24 +4,25 @@ Called by `reshard.plan`, once for each pair of equal tables whatever the number
 
     atom   a box that the same source parts, its holders, hold as a whole
     pair   the common box of an atom and a destination row
-    cell   a box that several destination rows want alike: `mult` of them, taking turns
+    cell   a box that several destination rows want alike: they take turns
 """
 
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
+from typing import TypeVar
 
 import numpy as np
 
-from shardloop.layout.strips import Ints
-from shardloop.layout.tables import Table
+from shardloop.layout.strips import Ints, read_only
+from shardloop.layout.tables import MOST_KEPT, Table
 from shardloop.reshard.boxes import find_atoms, new_groups, overlaps
 from shardloop.reshard.members import Members
 
 
 @dataclass(frozen=True, eq=False)
 class Join:
-    """All pairs of two tables, by cell; arrays are read-only, as `join` makes them."""
+    """All pairs of two tables, by cell."""
 
     src: Table
     dst: Table
@@ -40,26 +41,19 @@ class Join:
     """[pairs, dims]"""
     hi: Ints
     cell: Ints
-    turn: Ints
-    """The pair's number among those of its cell."""
-    mult: Ints
-    """How many pairs its cell has."""
+    """Pairs of a cell lie side by side, by part."""
 
-    def freeze(self) -> None:
-        """Make its arrays and those of its tables read-only."""
-        for part in (self, self.src, self.dst):
-            for array in (getattr(part, field.name) for field in fields(part)):
-                if isinstance(array, np.ndarray):
-                    array.flags.writeable = False
+    def sealed(self) -> "Join":
+        """The same numbers in arrays that nobody can write to, under whatever name."""
+        return _sealed(replace(self, src=_sealed(self.src), dst=_sealed(self.dst)))
 
     @cached_property
     def digest(self) -> bytes:
         """SHA-256 of all its numbers."""
         digest = hashlib.sha256()
         for part in (self.src, self.dst, self):
-            for column in (getattr(part, field.name) for field in fields(part)):
-                if isinstance(column, np.ndarray):
-                    digest.update(repr(column.shape).encode() + column.tobytes())
+            for column in _columns(part).values():
+                digest.update(repr(column.shape).encode() + column.tobytes())
         return digest.digest()
 
     @cached_property
@@ -70,16 +64,16 @@ class Join:
     @cached_property
     def consumers(self) -> Members:
         """Destination parts, by cell; places are pairs."""
-        starts = np.flatnonzero(self.turn == 0)
+        starts = np.flatnonzero(new_groups(self.cell))
         return Members(np.append(starts, len(self.row)), self.dst.part[self.row])
 
     @cached_property
     def cell_atom(self) -> Ints:
         """[cells]: the atom that each is part of, increasing."""
-        return self.atom[self.consumers.start[:-1]]
+        return read_only(self.atom[self.consumers.start[:-1]])
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=MOST_KEPT)
 def join(src: Table, dst: Table) -> Join:
     """Meet two tables. Tables are told apart by identity, and the cache keeps them alive."""
     atoms = find_atoms(src)
@@ -88,13 +82,28 @@ def join(src: Table, dst: Table) -> Join:
     hi = np.minimum(atoms.hi[atom], dst.hi[row])
     order = np.lexsort((dst.part[row], *hi.T, *lo.T, atom))
     atom, row, lo, hi = atom[order], row[order], lo[order], hi[order]
-    start = np.flatnonzero(new_groups(atom, *lo.T, *hi.T))
-    mult = np.diff(np.append(start, len(row)))
-    cell = np.repeat(np.arange(len(start)), mult)
-    turn = np.arange(len(row)) - start[cell]
-    found = Join(
-        src, dst, atoms.lo, atoms.hi, atoms.start, atoms.row, atom, row, lo, hi, cell, turn,
-        mult[cell],
-    )  # fmt: skip
-    found.freeze()
+    cell = np.cumsum(new_groups(atom, *lo.T, *hi.T)) - 1
+    found = Join(src, dst, atoms.lo, atoms.hi, atoms.start, atoms.row, atom, row, lo, hi, cell)
+    for part in (found, src, dst):
+        for array in _columns(part).values():
+            read_only(array)
     return found
+
+
+Part = TypeVar("Part", Join, Table)
+
+
+def _columns(part: Join | Table) -> dict[str, Ints]:
+    columns = {field.name: getattr(part, field.name) for field in fields(part)}
+    return {name: column for name, column in columns.items() if isinstance(column, np.ndarray)}
+
+
+def _sealed(part: Part) -> Part:
+    """Shares the arrays that are read-only and no view of another; the rest it copies."""
+    columns = _columns(part)
+    copied = {
+        name: read_only(column.copy())
+        for name, column in columns.items()
+        if column.flags.writeable or column.base is not None
+    }
+    return replace(part, **copied)  # type: ignore[arg-type]  # both have columns of these names

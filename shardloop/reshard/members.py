@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from shardloop.layout.strips import Ints
+from shardloop.layout.strips import Ints, read_only
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,9 +20,13 @@ class Members:
     part: Ints
     """Increasing within each group."""
 
+    def __post_init__(self) -> None:
+        read_only(self.start)
+        read_only(self.part)
+
     @cached_property
     def count(self) -> Ints:
-        return np.diff(self.start)
+        return read_only(np.diff(self.start))
 
     @cached_property
     def most(self) -> int:
@@ -32,7 +36,7 @@ class Members:
     @cached_property
     def group(self) -> Ints:
         """Of each place."""
-        return np.repeat(np.arange(len(self.count)), self.count)
+        return read_only(np.repeat(np.arange(len(self.count)), self.count))
 
     def find(self, group: Ints, part: Ints) -> Ints:
         """The number of `part` within `group`, counted from 0, or -1; both are broadcast."""
@@ -52,12 +56,12 @@ class Members:
 
     @cached_property
     def _key(self) -> Ints:
-        return self.group * self._width + self.part
+        return read_only(self.group * self._width + self.part)
 
     @cached_property
     def _by_part(self) -> Ints:
-        return np.argsort(self.part, kind="stable")
+        return read_only(np.argsort(self.part, kind="stable"))
 
     @cached_property
     def _sorted_part(self) -> Ints:
-        return self.part[self._by_part]
+        return read_only(self.part[self._by_part])

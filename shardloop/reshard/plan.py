@@ -16,8 +16,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from shardloop.families.base import TensorClass
 from shardloop.layout.layout import Layout, LocalTensor
+from shardloop.layout.strips import Ints
 from shardloop.layout.tables import Cut, Table, make_table
 from shardloop.reshard.agree import check_models, check_ranks
 from shardloop.reshard.cross import cross, of_copies
@@ -66,8 +69,8 @@ class Plan(Route):
         classes = sorted(self.src.model.classes, key=lambda c: c.key)
         digest.update(repr((self.lost, classes)).encode())
         for flow in sorted(self.flows, key=lambda flow: (flow.key, flow.dst.template)):
-            templates = [tensor.template for tensor in (*flow.src, flow.dst)]
-            digest.update(repr((flow.key, templates, flow.blocks)).encode())
+            tensors = [_text(tensor) for tensor in (*flow.src, flow.dst)]
+            digest.update(repr((flow.key, tensors, flow.blocks)).encode())
             for step in flow.joins:
                 digest.update(step.digest)
         return digest.hexdigest()
@@ -144,11 +147,17 @@ def plan_reshard(
         dst=dst,
         src_ranks=src_ranks,
         dst_ranks=dst_ranks,
-        lost=tuple(sorted(lost)),
+        lost=tuple(sorted(set(lost))),
         flows=flows,
     )
     check_living(plan)
     return plan
+
+
+def _text(tensor: LocalTensor) -> str:
+    """All that it is but for its strips, which the tables of its joins hold."""
+    axes = [(cut.dims, cut.axes) for cut in tensor.cuts]
+    return repr((tensor.template, tensor.mesh, axes, tensor.stacked, tensor.local_numbers))
 
 
 def _flow(sources: list[LocalTensor], tensor_class: TensorClass, target: LocalTensor) -> Flow:
@@ -178,12 +187,20 @@ def _blocks(num_dims: int, cuts: list[Cut]) -> Blocks:
 
 
 def _is_copy(tensor: LocalTensor, first: LocalTensor, key: str) -> bool:
-    """Do both lie alike on the ranks but for the layer? Then a tied tensor may come from either."""
+    """Do both lie alike on the ranks but for the layer? Then a tied tensor may come from either.
+
+    They may have different padding, and strips of their own.
+    """
     here, there = ([(cut.dims, cut.axes) for cut in t.cuts] for t in (tensor, first))
     return (tensor.mesh, here) == (first.mesh, there) and all(
-        make_table(a, key) is make_table(b, key)
+        np.array_equal(x, y)
         for a, b in zip(tensor.cuts[1:], first.cuts[1:], strict=True)
+        for x, y in zip(_columns(make_table(a, key)), _columns(make_table(b, key)), strict=True)
     )
+
+
+def _columns(table: Table) -> tuple[Ints, ...]:
+    return table.part, table.lo, table.hi, table.loc
 
 
 def _table(tensor: LocalTensor, block: tuple[int, ...], key: str) -> Table:

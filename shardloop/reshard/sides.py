@@ -66,13 +66,17 @@ class Side:
 
     def number(self, groups: list[Ints], ranks: Ints) -> Ints:
         """The number of each rank within a group, or NOBODY."""
-        number = np.array(0)
+        number, inside = np.array(0), np.array(True)
         parts = self.parts(ranks)
         for members, group, part in zip(self.members, groups, parts, strict=True):
-            found = members.find(group, part)  # -1 is never undone: found < count
-            number = np.where(found < 0, -1, number * members.count[group] + found)
+            if members.most > 1:
+                found = members.find(group, part)
+                number = number * members.count[group] + found
+                inside = inside & (found >= 0)
+            else:
+                inside = inside & (members.part[members.start[group]] == part)
         free = np.searchsorted(self.free, ranks - sum(parts))
-        return np.where(number < 0, NOBODY, number * len(self.free) + free)
+        return np.where(inside, number * len(self.free) + free, NOBODY)
 
     def at(self, groups: list[Ints], number: Ints) -> tuple[Ints, list[Ints]]:
         """The ranks with these numbers, and their places by block."""

@@ -11,7 +11,7 @@ enumerates ranks x tensors, and checks each join once however many classes and l
     whole     all ranks of a side together leave out no element
     cover     the pairs of each destination row make up its box, each element exactly once
     held      each pair lies in its atom, and each holder's row contains the atom
-    turns     the consumers of a cell are numbered 0, 1, ... so that both ends solve the same turn
+    turns     the consumers of a cell lie side by side, so that both ends count them alike
     living    with lost ranks: whatever the destination needs, a rank that is left holds
 
 The transfers into a product of rows (one of each block of dims) are the products of the pairs of
@@ -22,10 +22,12 @@ with a chance below 2**-41.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from shardloop.errors import PlanError
 from shardloop.families.base import TensorClass
+from shardloop.layout.layout import LocalTensor
 from shardloop.layout.tables import Axis
 from shardloop.reshard.flow import Flow
 from shardloop.reshard.plan import Plan
@@ -62,6 +64,9 @@ class Proof:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
+    def __init_subclass__(cls) -> None:
+        raise TypeError("a Proof has no subclasses; call verify(plan)")
+
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(
             f"a Proof cannot be changed ({name}); call verify(plan) of another plan"
@@ -81,14 +86,14 @@ class Proof:
 
 
 def verify(plan: Plan) -> Proof:
-    """Prove a plan. Its arrays are read-only from here on: what is proved stays as it is.
+    """Prove a plan. The proof has a plan of its own: its arrays are read-only, and nothing that was
+    derived from the given one is kept.
 
     Raises:
         PlanError: the plan has faults; the message lists them all, but for the number that is given
             in place of many of one kind.
     """
-    for step in {id(step): step for flow in plan.flows for step in flow.joins}.values():
-        step.freeze()
+    plan = _sealed(plan)
     faults = _layout_faults(plan) or list(_flow_faults(plan)) or list(content_faults(plan))
     if faults:
         raise PlanError(
@@ -98,13 +103,27 @@ def verify(plan: Plan) -> Proof:
     return Proof(_SEAL, plan)
 
 
+def _sealed(plan: Plan) -> Plan:
+    steps = {id(step): step for flow in plan.flows for step in flow.joins}
+    sealed = {number: step.sealed() for number, step in steps.items()}
+    flows = (
+        replace(flow, joins=tuple(sealed[id(step)] for step in flow.joins)) for flow in plan.flows
+    )
+    return replace(plan, flows=tuple(flows))
+
+
 def _layout_faults(plan: Plan) -> list[str]:
     sides = (("source", plan.src, plan.src_ranks), ("destination", plan.dst, plan.dst_ranks))
     faults = [
         f"{side} {fault}" for side, layout, ranks in sides for fault in layout_faults(layout, ranks)
     ]
-    if unknown := sorted(set(plan.lost) - set(plan.src_ranks)):
+    lost = set(plan.lost)
+    if unknown := sorted(lost - set(plan.src_ranks)):
         faults.append(f"lost ranks {unknown} are none of the source ranks {list(plan.src_ranks)}")
+    if kept := sorted(lost & set(plan.dst_ranks)):
+        faults.append(f"lost ranks {kept} are in the destination; give it other ranks")
+    if list(plan.lost) != sorted(lost):
+        faults.append(f"lost ranks {list(plan.lost)} are not in order, each once")
     return list(dict.fromkeys(faults))
 
 
@@ -147,14 +166,23 @@ def _ends_faults(plan: Plan, flow: Flow) -> Iterator[str]:
             if not any(set(cut.dims) <= set(block) for block in flow.blocks):
                 yield f"{tensor.template} cuts {dims_text(cut.dims)} together, the plan does not"
     copies = [tensor.template for tensor in flow.src]
-    if len({_axes(tensor.free_axes) for tensor in flow.src}) != 1:
-        yield f"its copies {copies} are not replicated alike"
+    if len({_spread(flow, tensor) for tensor in flow.src}) != 1:
+        yield f"its copies {copies} are not spread over the ranks alike"
     if sum(bool(step.src.source.any()) for step in flow.joins) > 1:
         yield f"its copies {copies} are told apart in more than one block of dims"
 
 
 def _class_text(c: TensorClass | None) -> str:
     return "missing" if c is None else f"{c.template} {c.domain} of dtype {c.dtype or 'the model'}"
+
+
+def _spread(flow: Flow, tensor: LocalTensor) -> tuple[Any, ...]:
+    """The axes that cut each block, and the free ones."""
+    cut = (
+        _axes([axis for cut in tensor.cuts if set(cut.dims) <= set(block) for axis in cut.axes])
+        for block in flow.blocks
+    )
+    return (*cut, _axes(tensor.free_axes))
 
 
 def _axes(axes: Sequence[Axis]) -> tuple[tuple[int, int], ...]:

@@ -198,6 +198,7 @@ def test_plan_edited_by_hand_is_refused(run, saved: Path, edit, told: str) -> No
     [
         ("{", "cannot be read as JSON"),
         ("[]", "no shardloop-reshard-plan of version 1"),
+        ("[" * 100_000, "cannot be read as JSON"),
         ('{"format": "shardloop-reshard-plan", "version": 2}', "no shardloop-reshard-plan of"),
         ('{"format": "shardloop-reshard-plan", "version": 1}', "request is no object"),
         (
@@ -219,6 +220,38 @@ def test_file_that_is_no_plan_is_refused(run, tmp_path: Path, text: str, told: s
 
 
 @pytest.mark.parametrize(
+    ("part", "value", "told"),
+    [
+        ("dtype", ["bf16"], "dtype=['bf16']; it must be one of bf16, fp16, fp32"),
+        ("dtype", {}, "dtype={}; it must be one of"),
+        ("gb_per_s", 10**400, "choose a speed from 0.001 to 1e+06"),
+        ("gb_per_s", float("inf"), "gb-per-s=inf; choose a speed"),
+        ("lora", 0, "lora=0; choose a rank"),
+        ("lora", 10**18, "choose a rank from 1 to 65536"),
+        ("colocate", True, "--colocate gives both layouts their ranks"),
+        ("rank", True, "rank=True; it must be null or a whole number"),
+        ("lost", [0.0], "lost=[0.0]; it must be whole numbers"),
+    ],
+)
+def test_request_in_a_file_has_the_limits_of_the_command_line(run, saved: Path, part, value, told):
+    plan = json.loads(saved.read_text())
+    plan["request"].update({"src_ranks": [0, 1, 2, 3], part: value})
+    saved.write_text(json.dumps(plan))
+    code, out, err = run("verify", saved)
+    assert (code, out) == (2, "")
+    assert told in err
+
+
+def test_bytes_that_64_bits_cannot_count_are_refused(run, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    huge = {"vocab_size": 2**31 - 1, "hidden_size": 2**31 - 8}
+    path.write_text(json.dumps({**SMALL, **huge}))
+    code, out, err = run("plan", "--model", path, "--src", "fsdp=2", "--dst", "engine:tp=2")
+    assert (code, out) == (2, "")
+    assert "may come to 2**63 or more; plan for fewer ranks" in err
+
+
+@pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
         (["--src", "fsdp=2", "--dst", "engine:tp=3"], 2, "tp=3 does not divide num_heads=16"),
@@ -228,16 +261,23 @@ def test_file_that_is_no_plan_is_refused(run, tmp_path: Path, text: str, told: s
         (["--src", "fdsp=2", "--dst", "engine:tp=2"], 2, "no axis 'fdsp'"),
         (["--src", "fsdp=2", "--dst", "vllm:tp=2"], 2, "unknown scheme 'vllm'"),
         (["--src", "fsdp=2"], 2, "--dst missing"),
-        (["--src-ranks", "0,1,1"], 2, "ranks '0,1,1': [1] occur twice"),
+        (["--src-ranks", "0,1,1"], 2, "ranks '0,1,1': 1 occur twice"),
         (["--src-ranks", "1-0"], 2, "'1-0' runs backwards; write 0-1"),
         (["--src-ranks", "a"], 2, "'a' is no rank; write for example 0-3,8"),
+        (["--src-ranks", "0-99999999999"], 2, "choose ranks below 2097152"),
+        (["--src-ranks", "9" * 5000], 2, "choose ranks below 2097152"),
+        (["--src-ranks", "2097152,1"], 2, "'2097152'; choose ranks below 2097152"),
         (["--src-ranks", "0-3"], 4, "give 2 different ranks >= 0"),
         (["--colocate", "--dst-ranks", "0-1"], 2, "--colocate gives both layouts their ranks"),
         (["--lost", "7"], 4, "lost=[7] are not in src_ranks"),
         (["--lost", "1"], 4, "no rank holds all of these tensors"),
         (["--rank", "4"], 2, "rank=4 takes no part; choose from 0-3"),
-        (["--gb-per-s", "0"], 2, "gb-per-s=0.0; choose a speed above 0"),
-        (["--lora", "0"], 2, "lora=0; choose a rank of 1 or more"),
+        (["--gb-per-s", "0"], 2, "gb-per-s=0.0; choose a speed from 0.001 to 1e+06"),
+        (["--gb-per-s", "nan"], 2, "gb-per-s=nan; choose a speed"),
+        (["--gb-per-s", "1e-320"], 2, "choose a speed from 0.001"),
+        (["--lora", "0", "--gb-per-s", "0"], 2, "gb-per-s=0.0; choose"),
+        (["--lora", "0", "--gb-per-s", "0"], 2, "lora=0; choose a rank from 1 to 65536"),
+        (["--lora", "1000000000000000000"], 2, "choose a rank from 1 to 65536"),
         (["--lora", "8", "--fp8"], 2, "leave out --fp8"),
         (["--tensor", "q_proj.weight"], 2, "add --picture FILE"),
         (["--picture", "map.gif"], 2, "'map.gif' ends in .gif; choose from .png, .svg, .pdf"),

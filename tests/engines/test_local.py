@@ -348,6 +348,21 @@ def test_diverged_weights_are_an_error_and_the_engine_recovers():
     same(engine.generate(requests), good, atol=1e-5)
 
 
+def test_a_tied_head_follows_an_update_of_the_embedding_alone():
+    """As a model does whose head is given apart, and whose head gets the new embedding too."""
+    name = "model.embed_tokens.weight"
+    weights = {n: tensor for n, tensor in weights_of("llama-tied").items() if n != "lm_head.weight"}
+    new = weights | {name: weights_of("llama-tied", seed=1)[name]}
+    tied, apart = make_engine("llama-tied"), empty_engine(LLAMA)
+    apart.load_from_state_dict(new | {"lm_head.weight": new[name]})
+    requests = make_requests(temperature=0.8)
+    before = tied.generate(requests)
+    tied.load_from_state_dict(new, version=1)
+    after = tied.generate(requests)
+    same(after, apart.generate(requests))
+    assert [c.full_T for c in after] != [c.full_T for c in before]
+
+
 def test_a_state_dict_that_does_not_fit_is_refused_with_all_faults():
     engine = empty_engine(hf.load_config(model_folder("llama-tied")))
     weights = dict(weights_of("llama-tied"))

@@ -52,8 +52,8 @@ def test_chunks_that_do_not_come_out_even_are_refused() -> None:
         ("megatron:ep=3", "ep=3 does not divide num_experts=4; choose ep from 1, 2, 4"),
         (
             "fsdp=3,ep=2",
-            "layout fsdp=3,ep=2: experts are on ep x etp = 2 ranks, dense tensors on fsdp = 3; "
-            "choose sizes of which one divides the other",
+            "layout fsdp=3,ep=2: experts are on 2 ranks (ep=2 x etp=1), dense tensors on 3 "
+            "(fsdp=3); choose sizes of which one divides the other",
         ),
         ("ep=2,etp=4", "etp=4 does not divide moe_intermediate_size=6; choose etp from 1, 2, 3, 6"),
         ("fsdp=2,dp=2,ep=2", "layout fsdp=2,dp=2,ep=2: dp stands between axes that share ranks"),

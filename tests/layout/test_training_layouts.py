@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from shardloop.families import CanonicalModel
+from shardloop.families.lora import lora_adapter
 from shardloop.layout import Layout, make_layout
 from tests.families.configs import moe_config
 from tests.layout.reference import tiny_model
@@ -84,6 +85,13 @@ def test_head_of_a_tied_model_is_a_copy_of_the_embedding_on_the_last_stage(
         assert "model.embed_tokens.weight" in {p.name for p in pieces}
     names = make_layout(model, f"{scheme}dp=2").local_shapes(0)
     assert not any(name.startswith(head) for name in names)
+
+
+def test_an_adapter_of_a_tied_model_has_no_head() -> None:
+    adapter = lora_adapter(tiny_model(tie_word_embeddings=True), rank=2, targets=["q_proj"])
+    layout = make_layout(adapter, "pp=2")
+    held = {piece.name for rank in range(2) for piece in layout.pieces(rank)}
+    assert held == set(adapter.tensor_shapes())
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def changed(array: Any, index: Any, value: Any) -> Any:
     return copied
 
 
-PAIR_COLUMNS = ("atom", "row", "lo", "hi", "cell", "turn", "mult")
+PAIR_COLUMNS = ("atom", "row", "lo", "hi", "cell")
 
 
 def with_pairs(step: Join, index: list[int]) -> Join:
@@ -193,14 +193,9 @@ def wrong_copy(step: Join, rng: random.Random) -> Join | None:
     return replace(step, src=replace(table, source=changed(table.source, i, 1 - table.source[i])))
 
 
-def wrong_turn(step: Join, rng: random.Random) -> Join | None:
-    i = rng.randrange(len(step.turn))
-    return replace(step, turn=changed(step.turn, i, step.turn[i] + 1))
-
-
-def wrong_mult(step: Join, rng: random.Random) -> Join | None:
-    i = rng.randrange(len(step.mult))
-    return replace(step, mult=changed(step.mult, i, step.mult[i] + 1))
+def wrong_cell(step: Join, rng: random.Random) -> Join | None:
+    i = rng.randrange(len(step.cell))
+    return replace(step, cell=changed(step.cell, i, step.cell[i] + 1))
 
 
 def wrong_order(step: Join, rng: random.Random) -> Join | None:
@@ -223,7 +218,6 @@ WAYS: list[Callable[[Join, random.Random], Join | None]] = [
     wrong_loc_at_destination,
     wrong_part,
     wrong_copy,
-    wrong_turn,
-    wrong_mult,
+    wrong_cell,
     wrong_order,
 ]

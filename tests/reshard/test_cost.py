@@ -8,7 +8,7 @@ import pytest
 from shardloop.families import canonical_model
 from shardloop.families.public import public_model
 from shardloop.layout import make_layout
-from shardloop.reshard.cost import Cost, cost
+from shardloop.reshard.cost import Cost, bytes_text, cost
 from shardloop.reshard.plan import Plan, plan_reshard
 from tests.layout.reference import LARGE, labels, tiny_model
 from tests.reshard.simulate import expected_tensors, planned, random_plan, source_tensors
@@ -133,3 +133,12 @@ def test_nothing_moved_is_even() -> None:
     counted = cost(plan, itemsize=4)
     assert (counted.wire_bytes, counted.minimum_bytes, counted.send_imbalance) == (0, 0, 1.0)
     assert counted.local_bytes == 4 * sum(x.size for x in labels(model).values())
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (999_499, "999 kB"), (999_600, "1 MB"),
+     (12_340_000, "12.3 MB"), (999_999_999, "1 GB"), (1_342_000_000_000, "1.342 TB")],
+)  # fmt: skip
+def test_bytes_are_written_in_digits(num_bytes: int, text: str) -> None:
+    assert bytes_text(num_bytes) == text

@@ -102,3 +102,19 @@ def test_a_sweep_meets_every_element_of_every_box_once(num_dims: int, seed: int)
         boxes = [random_box(num_dims, rng) for _ in range(rng.randrange(1, 6))]
         again = [box for box, members in sweep(*corners(boxes, num_dims)) for _ in members]
         assert np.array_equal(counts(again, num_dims), counts(boxes, num_dims))
+
+
+def test_a_dim_may_have_any_number_of_elements() -> None:
+    """A terabyte in one dim: random numbers are drawn for the ends of boxes alone."""
+    size = 2**40
+    boxes = corners([((0, size // 3), (0, 5)), ((size // 3, size), (0, 5))], 2)
+    whole = corners([((0, size), (0, 5))], 2)
+    row = np.zeros(2, dtype=np.int64)
+    assert not len(wrong_rows(row, *boxes, *whole))
+    assert len(wrong_rows(row, boxes[0] + [[0, 0], [1, 0]], boxes[1], *whole))
+
+
+def test_boxes_outside_of_their_row_are_wrong_wherever_they_lie() -> None:
+    whole = corners([((4, 8), (0, 5))], 2)
+    for box in (((9, 12), (0, 5)), ((0, 2), (0, 5)), ((4, 8), (7, 9)), ((8, 4), (0, 5))):
+        assert wrong_rows(np.zeros(1, dtype=np.int64), *corners([box], 2), *whole).tolist() == [0]

@@ -12,6 +12,7 @@ import pytest
 
 from shardloop.errors import PlanError
 from shardloop.layout import Layout, make_layout
+from shardloop.layout.strips import pad
 from shardloop.layout.tables import _make_table
 from shardloop.reshard.cross import cross, of_copies
 from shardloop.reshard.flow import Transfer
@@ -161,6 +162,22 @@ def test_a_tied_head_is_copied_from_itself_where_the_stages_differ() -> None:
     assert all(src == dst for src, dst in sent)
     views = {t.src.local_name for some in sent.values() for t in some if t.name == "embed"}
     assert views == {"embed", "head"}
+
+
+def test_copies_of_a_tied_tensor_may_have_different_padding() -> None:
+    """What a rank holds it copies, also where the strips of both copies differ in their padding."""
+    model = tiny_model(tie_word_embeddings=True, num_hidden_layers=4)
+    layout = make_layout(model, "pp=2,fsdp=2")
+    *others, head = layout.tensors
+    rows = head.cuts[2]
+    padded = replace(rows, strips=pad(rows.strips, int(rows.strips.length[0]) + 3))
+    head = replace(head, cuts=(*head.cuts[:2], padded, *head.cuts[3:]))
+    layout = replace(layout, tensors=(*others, head))
+    plan = plan_reshard(layout, layout, dst_ranks=range(4))
+    sent, _ = by_pair(plan)
+    assert all(src == dst for src, dst in sent)
+    full = labels(model)
+    assert_same(carried(plan, source_tensors(plan, full)), expected_tensors(plan, full))
 
 
 @pytest.mark.parametrize("seed", range(200, 230))

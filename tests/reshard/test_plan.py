@@ -19,7 +19,14 @@ from shardloop.reshard.inprocess import execute_inprocess
 from shardloop.reshard.plan import plan_reshard
 from shardloop.reshard.verify import verify
 from tests.layout.reference import LARGE, labels, tiny_model
-from tests.reshard.simulate import empty_tensors, planned, resharded, source_tensors
+from tests.reshard.simulate import (
+    assert_same,
+    empty_tensors,
+    expected_tensors,
+    planned,
+    resharded,
+    source_tensors,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -87,6 +94,23 @@ def test_lost_ranks_that_hold_nothing_or_receive_are_refused(lost: list[int], fa
         planned(tiny_model(), "dp=2", "tp=2", dst_ranks=[1, 2], lost=lost)
 
 
+def test_a_rank_that_is_lost_twice_is_lost_once() -> None:
+    model, route = tiny_model(), ("dp=4", "engine:replicas=5")
+    once, twice = planned(model, *route, lost=[2]), planned(model, *route, lost=[2, 2])
+    assert once.digest == twice.digest
+
+
+def test_lost_ranks_have_no_tensors_to_give() -> None:
+    plan = planned(tiny_model(), "dp=3", "engine:tp=2", lost=[1])
+    full, dst = labels(plan.src.model), empty_tensors(plan)
+    src = source_tensors(plan, full)
+    with pytest.raises(PlanError, match="source rank 1 is not in the layout, or is lost"):
+        execute_inprocess(verify(plan), src, dst)
+    del src[1]
+    execute_inprocess(verify(plan), src, dst)
+    assert_same(dst, expected_tensors(plan, full))
+
+
 def test_what_no_living_rank_holds_is_named_by_class_layers_and_ranks() -> None:
     with pytest.raises(PlanError) as error:
         planned(tiny_model(num_hidden_layers=4), "pp=2,tp=2", "engine:tp=2", lost=[3])
@@ -147,6 +171,24 @@ def test_tied_head_arrives_with_the_embedding_alone() -> None:
     rows = np.concatenate([arrived[r]["model.embed_tokens.weight"] for r in plan.dst_ranks])
     np.testing.assert_array_equal(rows, full["model.embed_tokens.weight"])
     assert sum("embed_tokens" in flow.key for flow in plan.flows) == 1
+
+
+@pytest.mark.parametrize("back", ["fsdp=1", "fsdp=3", "megatron:tp=2"])
+def test_copied_kv_heads_are_not_counted_again_on_the_way_back(back: str) -> None:
+    """2 kv heads of 3 rows: 4 ranks have one head each, 12 rows in all, and 6 go back."""
+    model = tiny_model(num_attention_heads=8, num_key_value_heads=2, head_dim=3)
+    full, there = labels(model), planned(model, "fsdp=1", "engine:tp=4")
+    held = resharded(there, full)
+    fused = "model.layers.0.self_attn.qkv_proj.weight"
+    assert [tensors[fused].shape[0] for tensors in held.values()] == [2 * 3 + 3 + 3] * 4
+    plan = plan_reshard(there.dst, make_layout(model, back), src_ranks=there.dst_ranks)
+    dst = empty_tensors(plan)
+    execute_inprocess(verify(plan), held, dst)
+    assert_same(dst, expected_tensors(plan, full))
+    moved = [
+        t for rank in plan.dst_ranks for t in plan.receives(rank) if "0.self_attn.k_" in t.name
+    ]
+    assert sum(t.num_elements for t in moved) == full["model.layers.0.self_attn.k_proj.weight"].size
 
 
 def test_local_shapes_that_do_not_fit_are_all_listed() -> None:

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from shardloop.errors import PlanError
+from shardloop.families.base import Dim, TensorClass
 from shardloop.layout import Layout, make_layout
 from shardloop.layout.layout import LocalTensor
-from shardloop.layout.strips import Strips, clip
-from shardloop.layout.tables import Axis, Table
+from shardloop.layout.strips import OWN, Strips, clip, pick, whole
+from shardloop.layout.tables import Axis, Cut, Mesh, Table, make_mesh, make_table
+from shardloop.reshard.cross import of_copies
 from shardloop.reshard.inprocess import execute_inprocess
-from shardloop.reshard.join import Join
+from shardloop.reshard.join import Join, join
 from shardloop.reshard.plan import Plan, plan_reshard
 from shardloop.reshard.verify import Proof, verify
 from tests.layout.reference import labels, tiny_model
@@ -255,7 +257,9 @@ def test_a_proof_comes_from_verify_alone() -> None:
     with pytest.raises(TypeError, match="takes a Proof, got Plan"):
         execute_inprocess(plan, {}, {})  # type: ignore[arg-type]
     proof = verify(plan)
-    assert proof.plan is plan and proof.digest == plan.digest
+    assert proof.digest == proof.plan.digest == plan.digest
+    with pytest.raises(TypeError, match="no subclasses"):
+        type("Forged", (Proof,), {"__init__": lambda self: None})
     assert "writes every element of engine:tp=4 once" in str(proof)
 
 
@@ -271,11 +275,123 @@ def test_what_is_proved_cannot_be_changed() -> None:
             setattr(proof, name, value)
     with pytest.raises(AttributeError, match="cannot be changed"):
         del proof.plan
-    assert proof.plan is unfrozen
+    assert proof.plan.digest == unfrozen.digest
     proved = proof.plan.flows[0].joins[1]
     for column in (proved.lo, proved.dst.loc):
         with pytest.raises(ValueError, match="read-only"):
             column[0] = 7
+
+
+def test_nothing_that_was_kept_of_a_plan_changes_its_proof() -> None:
+    """Views of its arrays, and what was derived before the arrays were mended."""
+    plan = pickle.loads(pickle.dumps(make(ROUTES[0])))
+    step = plan.flows[0].joins[2]
+    step = replace(step, **{name: getattr(step, name).copy() for name in ("lo", "holder_row")})
+    table = replace(step.dst, loc=step.dst.loc.copy())
+    plan = with_join(plan, 0, 2, replace(step, dst=table))
+    right = plan.flows[0].joins[2].holder_row.copy()
+    step.holder_row[:] = np.roll(right, 1)
+    assert plan.flows[0].holders.members[2].part[0] != step.src.part[right[0]]
+    step.holder_row[:] = right
+    kept = [step.lo[:], step.holder_row[:], table.loc[:]]
+    proof = verify(plan)
+    for view in kept:
+        view[:] = 0
+    full, dst = labels(plan.src.model), empty_tensors(plan)
+    execute_inprocess(proof, source_tensors(plan, full), dst)
+    assert_same(dst, expected_tensors(plan, full))
+
+
+def test_what_is_derived_from_a_plan_is_read_only() -> None:
+    proof = verify(make(ROUTES[2]))
+    strips = proof.plan.src.tensors[0].cuts[2].strips
+    step = proof.plan.flows[0].joins[2]
+    members = [
+        getattr(m, name)
+        for m in (step.holders, step.consumers)
+        for name in ("start", "part", "count", "group", "_key", "_by_part", "_sorted_part")
+    ]
+    columns = [strips.size, strips.start, strips.loc, strips.length, step.cell_atom]
+    for column in (*members, *columns):
+        with pytest.raises(ValueError, match="read-only"):
+            column[0] = 7
+
+
+@pytest.mark.parametrize("dtype", [float, np.int32, np.uint64])
+@pytest.mark.parametrize("name", ["lo", "row", "holder_start", "cell"])
+def test_columns_are_int64(name: str, dtype: type) -> None:
+    """1.0 == 1 to every comparison of the proof, but no slice takes it."""
+    plan = make(ROUTES[0])
+    step = plan.flows[0].joins[2]
+    wrong = replace(step, **{name: getattr(step, name).astype(dtype)})
+    with pytest.raises(PlanError, match=f"column {name} is {np.dtype(dtype)}"):
+        verify(with_join(plan, 0, 2, wrong))
+
+
+def test_every_atom_has_holders_of_its_own() -> None:
+    """One list of holders for two atoms: numpy would read it for both."""
+    plan = planned(tiny_model("qwen3"), "fsdp=1", "engine:tp=2")
+    flow = next(i for i, f in enumerate(plan.flows) if len(f.joins[2].lo) == 2)
+    step = plan.flows[flow].joins[2]
+    two = replace(step, atom_lo=step.lo, atom_hi=step.hi, atom=np.arange(2))
+    with pytest.raises(PlanError, match=r"holder_start is int64 \(2,\), it must be int64 \(3,\)"):
+        verify(with_join(plan, flow, 2, two))
+
+
+@pytest.mark.parametrize(
+    ("lost", "fault"), [((2, 2), "each once"), ((3, 2), "in order"), ((5,), "in the destination")]
+)
+def test_lost_ranks_of_a_plan_are_in_order_and_no_destination(
+    lost: tuple[int, ...], fault: str
+) -> None:
+    plan = planned(tiny_model(), "dp=4", "engine:replicas=2", lost=[2])
+    with pytest.raises(PlanError, match=fault):
+        verify(replace(plan, lost=lost))
+
+
+def test_copies_of_a_tied_tensor_are_cut_by_the_same_axes() -> None:
+    """Equal parts of equal boxes, but ranks take them apart by other axes in either copy."""
+    mesh = make_mesh((("b", 2), ("a", 2)))
+    b, a = mesh
+    model = replace(
+        tiny_model(),
+        classes=(
+            TensorClass(key="embed", template="embed", layers=(-1, 0), dims=(Dim("hidden", 4),)),
+        ),
+    )
+
+    def layout(axes: Mesh, *tensors: LocalTensor) -> Layout:
+        return Layout(spec="by hand", model=model, mesh=axes, tensors=tensors)
+
+    def tensor(name: str, mesh: Mesh, layers: Axis, own: Axis) -> LocalTensor:
+        everywhere = pick(whole(OWN, (-1, 0)), [[0]] * layers.size)
+        first = pick(whole(OWN, (0, 4)), [[0], *([[]] * (own.size - 1))])
+        cuts = (
+            Cut((0,), (layers,), everywhere),
+            Cut((1,), (), whole(OWN, (0, 1))),
+            Cut((2,), (own,), first),
+        )
+        return LocalTensor(template=name, keys=("embed",), mesh=mesh, cuts=cuts)
+
+    src = layout(mesh, tensor("embed", mesh, a, b), tensor("head", mesh, b, a))
+    one = make_mesh((("a", 1), ("b", 1)))
+    plan = plan_reshard(src, layout(one, tensor("embed", one, *one)))
+    verify(plan)
+    (flow,) = plan.flows
+    tables = tuple(make_table(t.cuts[0], "embed") for t in src.tensors)
+    merged = join(of_copies(tables), flow.joins[0].dst)
+    both = replace(flow, src=src.tensors, joins=(merged, *flow.joins[1:]))
+    with pytest.raises(PlanError, match="are not spread over the ranks alike"):
+        verify(replace(plan, flows=(both,)))
+
+
+@pytest.mark.parametrize("template", ["{layer:02d}.x", "{expert}.x{layer}", "{rank}.{layer}"])
+def test_names_have_no_other_fields_than_numbers(template: str) -> None:
+    plan = make(ROUTES[0])
+    old = next(t for t in plan.dst.tensors if "experts" not in t.template and "{" in t.template)
+    new = replace(old, template=template, stacked=True)
+    with pytest.raises(PlanError, match=r"can have no fields but \{layer\}"):
+        verify(with_tensor(plan, "dst", old, new))
 
 
 def moved_by_nothing(table: Table) -> Table:

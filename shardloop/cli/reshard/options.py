@@ -4,17 +4,21 @@ Called by `cli.reshard.commands`.
 """
 
 import json
-import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from shardloop.cli.reshard.facts import spans
 from shardloop.cli.reshard.request import GB_PER_S, Request
 from shardloop.errors import ModelError, UsageError
 from shardloop.families.public import public_model
+from shardloop.layout.parse import MOST_RANKS
 
 Dtype = Literal["bf16", "fp16", "fp32"]
+MAX_RANKS = 2 * MOST_RANKS
+"""What two of the largest layouts have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,21 +52,13 @@ def asked(options: Options, *, gb_per_s: float = GB_PER_S, rank: int | None = No
     """The request of the command line.
 
     Raises:
-        UsageError: options are missing, exclude each other, or are no ranks. ModelError: as
+        UsageError: options are missing, are no ranks, or as `Request`. ModelError: as
             `model_config`.
     """
     named = {"--model": options.model, "--src": options.src, "--dst": options.dst}
     missing = [flag for flag, value in named.items() if value is None]
     if missing:
         raise UsageError(f"{', '.join(missing)} missing; name a model and two layouts")
-    if options.colocate and (options.src_ranks or options.dst_ranks):
-        raise UsageError("--colocate gives both layouts their ranks; leave out the lists of ranks")
-    if not 0 < gb_per_s < math.inf:
-        raise UsageError(f"gb-per-s={gb_per_s}; choose a speed above 0")
-    if options.lora is not None and options.lora < 1:
-        raise UsageError(f"lora={options.lora}; choose a rank of 1 or more")
-    if options.lora is not None and options.fp8:
-        raise UsageError("--lora plans the factors alone, which are not in FP8; leave out --fp8")
     return Request(
         model=str(options.model),
         config=model_config(str(options.model)),
@@ -93,7 +89,7 @@ def model_config(text: str) -> Mapping[str, Any]:
         return public_model(text)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(
             f"{path}: cannot be read as a model's config: {error}; give a public model's name, a "
             "model folder or a config.json"
@@ -107,7 +103,7 @@ def ranks_of(text: str) -> tuple[int, ...]:
     """The ranks that a text such as `0-3,8` lists, in its order.
 
     Raises:
-        UsageError: a part of it is no rank and no range, or a rank occurs twice.
+        UsageError: a part of it is no rank and no range, a rank is too large or occurs twice.
     """
     ranks: list[int] = []
     for item in text.split(","):
@@ -115,11 +111,13 @@ def ranks_of(text: str) -> tuple[int, ...]:
         bounds = (first, last) if dash else (first, first)
         if not all(bound.isascii() and bound.isdigit() for bound in bounds):
             raise UsageError(f"ranks {text!r}: {item!r} is no rank; write for example 0-3,8")
+        if max(map(len, bounds)) > len(str(MAX_RANKS)) or max(map(int, bounds)) >= MAX_RANKS:
+            raise UsageError(f"ranks {text!r}: {item!r}; choose ranks below {MAX_RANKS}")
         low, high = map(int, bounds)
         if high < low:
             raise UsageError(f"ranks {text!r}: {item!r} runs backwards; write {high}-{low}")
         ranks += range(low, high + 1)
-    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+    twice = sorted(rank for rank, count in Counter(ranks).items() if count > 1)
     if twice:
-        raise UsageError(f"ranks {text!r}: {twice} occur twice; name each rank once")
+        raise UsageError(f"ranks {text!r}: {spans(twice)} occur twice; name each rank once")
     return tuple(ranks)

@@ -53,6 +53,8 @@ class Words:
         shapes = ", ".join(
             f"{class_word(c.key)} {' × '.join(map(str, c.shape))}" for c in self.shown.classes
         )
+        if len(self.shown.dims) == 1:
+            return f"{shapes}; a bar's height is elements"
         if not self.shown.of_experts:
             return f"{shapes}; a bar's height is its rows, its width columns"
         low, high = self.shown.classes[0].experts

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from shardloop.errors import ModelError, UsageError
 from shardloop.families import CanonicalModel, canonical_model
 from shardloop.families.fp8 import with_block_fp8
 from shardloop.families.lora import lora_adapter
@@ -22,12 +23,21 @@ from shardloop.reshard.verify import Proof, verify
 ITEMSIZE: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 GB_PER_S = 50.0
 """Of one 400 Gbit/s network card for each rank."""
+SPEEDS = (1e-3, 1e6)
+"""GB/s that a network may have."""
+MAX_LORA = 2**16
+MAX_BYTES = 2**63
+"""Counted in 64 bits, by the plan, its proof and its cost."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """All that decides a plan, and what is told of it."""
+    """All that decides a plan, and what is told of it.
+
+    Raises:
+        UsageError: parts that are out of range or exclude each other; all are named.
+    """
 
     model: str
     config: Mapping[str, Any]
@@ -47,6 +57,20 @@ class Request:
     """Speed of a rank's network in each direction, in 1e9 bytes a second."""
     rank: int | None
     """Whose transfers are listed in full."""
+
+    def __post_init__(self) -> None:
+        faults = []
+        if self.colocate and (self.src_ranks is not None or self.dst_ranks is not None):
+            faults.append("--colocate gives both layouts their ranks; leave out the lists of ranks")
+        if not SPEEDS[0] <= self.gb_per_s <= SPEEDS[1]:
+            allowed = "choose a speed from {:g} to {:g}".format(*SPEEDS)
+            faults.append(f"gb-per-s={self.gb_per_s}; {allowed}")
+        if self.lora is not None and not 1 <= self.lora <= MAX_LORA:
+            faults.append(f"lora={self.lora}; choose a rank from 1 to {MAX_LORA}")
+        if self.lora is not None and self.fp8:
+            faults.append("--lora plans the factors alone, which are not in FP8; leave out --fp8")
+        if faults:
+            raise UsageError("\n".join(faults))
 
     def ranks(self, num_src: int, num_dst: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of both sides, which have `num_src` and `num_dst` ranks."""
@@ -80,6 +104,13 @@ def make(request: Request) -> Planned:
     """
     seconds: dict[str, float] = {}
     src, dst = _timed(seconds, "layouts", lambda: _layouts(request))
+    num_bytes = src.model.num_bytes(ITEMSIZE[request.dtype])
+    if num_bytes * max(src.world_size, dst.world_size) >= MAX_BYTES:
+        raise ModelError(
+            f"model {request.model} has {num_bytes:,} bytes, which on {src.world_size:,} and "
+            f"{dst.world_size:,} ranks may come to 2**63 or more; plan for fewer ranks, or for a "
+            "smaller model"
+        )
     src_ranks, dst_ranks = request.ranks(src.world_size, dst.world_size)
     ranks = {"src_ranks": src_ranks, "dst_ranks": dst_ranks, "lost": request.lost}
     plan = _timed(seconds, "plan", lambda: plan_reshard(src, dst, **ranks))

@@ -27,7 +27,7 @@ def same_plan(path: Path) -> Planned:
     """
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(told, dict) or (told.get("format"), told.get("version")) != (FORMAT, VERSION):
         raise UsageError(f"{path}: no {FORMAT} of version {VERSION}; write one with plan --json")
@@ -48,7 +48,7 @@ def request_from_json(told: Any, where: str) -> Request:
 
     Raises:
         UsageError: it has not the fields of a request; every one that is missing, unknown or of
-            another kind is named.
+            another kind is named. Or as `Request`.
     """
     if not isinstance(told, dict):
         raise UsageError(f"{where}: request is no object; write the plan again with --json")
@@ -86,14 +86,14 @@ KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "config": (lambda value: isinstance(value, dict), "an object"),
     "src": (_is_text, "a layout"),
     "dst": (_is_text, "a layout"),
-    "dtype": (lambda value: value in ITEMSIZE, f"one of {', '.join(ITEMSIZE)}"),
+    "dtype": (lambda value: _is_text(value) and value in ITEMSIZE, f"one of {', '.join(ITEMSIZE)}"),
     "colocate": (_is_flag, "true or false"),
     "src_ranks": (lambda value: value is None or _are_ranks(value), "null or whole numbers"),
     "dst_ranks": (lambda value: value is None or _are_ranks(value), "null or whole numbers"),
     "lost": (_are_ranks, "whole numbers"),
     "lora": (_is_whole_or_null, "null or a whole number"),
     "fp8": (_is_flag, "true or false"),
-    "gb_per_s": (lambda value: type(value) in (int, float) and value > 0, "a number above 0"),
+    "gb_per_s": (lambda value: type(value) in (int, float), "a number"),
     "rank": (_is_whole_or_null, "null or a whole number"),
 }
 """Fields of a request in JSON: what fits, in code and in words."""

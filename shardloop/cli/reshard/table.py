@@ -46,10 +46,8 @@ def plan_lines(facts: Mapping[str, Any]) -> Iterator[str]:
 
 def _side_words(side: Mapping[str, Any]) -> str:
     count = side["world_size"]
-    return (
-        f"{side['layout']}: {count} {'rank' if count == 1 else 'ranks'} ({spans(side['ranks'])}); "
-        f"{side['words']}"
-    )
+    ranks = f"{count:,} {'rank' if count == 1 else 'ranks'} ({spans(side['ranks'])})"
+    return f"{side['layout']}: {ranks}; {side['words']}"
 
 
 def _row(title: str, value: str, note: str = "") -> str:
@@ -95,7 +93,7 @@ def _cell(num_bytes: int) -> str:
 def _busiest(traffic: Mapping[str, Any]) -> Iterator[str]:
     for side, verb in (("sender", "send"), ("receiver", "receive")):
         ranked = sorted(traffic[f"{verb}_bytes"], key=lambda item: (-item[1], item[0]))
-        if ranked[0][1] == ranked[-1][1]:
+        if bytes_text(ranked[0][1]) == bytes_text(ranked[-1][1]):
             yield f"{f'{side}s':18}{len(ranked):,} ranks, each {bytes_text(ranked[0][1])}"
             continue
         yield f"{f'busiest {side}s':18}{_listed(ranked[:LISTED])}"

@@ -64,23 +64,28 @@ def _box(lo: Ints, hi: Ints, index: int) -> str:
 
 def _shape_faults(step: Join, block: Block) -> Iterator[str]:
     num_dims, num_pairs, num_atoms = len(block.domain), len(step.atom), len(step.atom_lo)
-    expected: dict[str, tuple[int, ...]] = dict.fromkeys(
-        ("atom", "row", "cell", "turn", "mult"), (num_pairs,)
-    )
+    expected: dict[str, tuple[int, ...]] = dict.fromkeys(("atom", "row", "cell"), (num_pairs,))
     expected |= dict.fromkeys(("lo", "hi"), (num_pairs, num_dims))
     expected |= dict.fromkeys(("atom_lo", "atom_hi"), (num_atoms, num_dims))
+    expected |= {"holder_start": (num_atoms + 1,), "holder_row": (step.holder_row.size,)}
     for name, shape in expected.items():
-        if (found := getattr(step, name).shape) != shape:
-            yield f"its column {name} has shape {found}, it must be {shape}"
+        column = getattr(step, name)
+        if _kind(column) != f"int64 {shape}":
+            yield f"its column {name} is {_kind(column)}, it must be int64 {shape}"
     for side, table, rows in (
         ("source", step.src, block.src[0]),
         ("destination", step.dst, block.dst),
     ):
         num_rows = len(table.part)
-        shapes = [c.shape for c in (table.lo, table.hi, table.loc, table.source)]
-        box = (num_rows, num_dims)
-        if shapes != [box, box, (num_rows, rows.loc.shape[1]), (num_rows,)]:
-            yield f"the columns of its {side} table have shapes {shapes}"
+        columns = (table.part, table.lo, table.hi, table.loc, table.source)
+        line, box = (num_rows,), (num_rows, num_dims)
+        shapes = [line, box, box, (num_rows, rows.loc.shape[1]), line]
+        if list(map(_kind, columns)) != [f"int64 {shape}" for shape in shapes]:
+            yield f"the columns of its {side} table are {', '.join(map(_kind, columns))}"
+
+
+def _kind(column: Ints) -> str:
+    return f"{column.dtype} {column.shape}"
 
 
 def _index_faults(step: Join) -> Iterator[str]:
@@ -210,26 +215,18 @@ def _held_faults(step: Join, block: Block) -> Iterator[str]:
 
 
 def _turn_faults(step: Join) -> Iterator[str]:
-    """Pairs lie cell by cell, turns 0, 1, ... in each: both ends count consumers alike."""
-    if not len(step.cell):
-        return
+    """Pairs lie cell by cell, in each by part: both ends count consumers alike."""
     new = np.ones(len(step.cell), dtype=bool)
     new[1:] = step.cell[1:] != step.cell[:-1]
-    start = np.flatnonzero(new)
     group = np.cumsum(new) - 1
-    size = np.diff(np.append(start, len(new)))[group]
-    turn = np.arange(len(new)) - start[group]
-    misnumbered = (step.turn != turn) | (step.mult != size) | (step.cell != group)
+    first = np.flatnonzero(new)[group]
     yield from some(
-        np.flatnonzero(misnumbered),
-        lambda i: (
-            f"consumer {step.turn[i]} of {step.mult[i]} of cell {step.cell[i]} must be "
-            f"{turn[i]} of {size[i]} of cell {group[i]}"
-        ),
+        np.flatnonzero(step.cell != group),
+        lambda i: f"consumer {i} is of cell {step.cell[i]}, it must be of cell {group[i]}",
     )
-    alike = step.atom == step.atom[start[group]]
+    alike = step.atom == step.atom[first]
     for column in (step.lo, step.hi):
-        alike &= (column == column[start[group]]).all(axis=1)
+        alike &= (column == column[first]).all(axis=1)
     yield from some(np.flatnonzero(~alike), lambda i: f"cell {step.cell[i]} mixes different boxes")
     part = step.dst.part[step.row]
     unordered = ~new[1:] & (part[1:] <= part[:-1])

@@ -37,7 +37,7 @@ def mesh_faults(mesh: Mesh, world_size: int) -> Iterator[str]:
     to have any."""
     expected = 1
     for axis in sorted(mesh, key=lambda axis: axis.stride):
-        if axis.size < 1 or (axis.size > 1 and axis.stride != expected):
+        if min(axis.size, axis.stride) < 1 or (axis.size > 1 and axis.stride != expected):
             yield (
                 f"mesh: axis {axis.name} has size {axis.size} and stride {axis.stride}; "
                 f"its stride must be {expected}"
@@ -52,6 +52,9 @@ def _tensor_faults(layout: Layout, tensor: LocalTensor) -> Iterator[str]:
     yield from (f"{here}: {text}" for text in mesh_faults(tensor.mesh, layout.world_size))
     for name in [key for key in tensor.keys if key not in layout.model.class_of]:
         yield f"{here}: the model has no {name}"
+    named = [f"{{{what}}}" for what in NUMBERS[: tensor.num_naming]]
+    if set("{}") & set(re.sub("|".join(map(re.escape, named)), "", here)):
+        yield f"{here}: its name can have no fields but {' and '.join(named)}"
     dims = [dim for cut in tensor.cuts for dim in cut.dims]
     wanted = {len(c.domain) for c in layout.model.classes if c.key in tensor.keys}
     if {len(dims)} != wanted or dims != list(range(len(dims))):
@@ -64,19 +67,22 @@ def _tensor_faults(layout: Layout, tensor: LocalTensor) -> Iterator[str]:
             yield f"{here}: axis {axis} is not in its mesh {tensor.mesh}"
         if count > 1:
             yield f"{here}: axis {axis.name} cuts {count} dims"
-    for cut in tensor.cuts:
-        yield from (f"{here}: {text}" for text in _strip_faults(cut))
-    yield from (f"{here}: {text}" for text in _class_faults(tensor))
+    faults = [text for cut in tensor.cuts for text in _strip_faults(cut)]
+    yield from (f"{here}: {text}" for text in faults or _class_faults(tensor))
 
 
 def _strip_faults(cut: Cut) -> Iterator[str]:
     """Segments in order of parts and not empty follow each other without gap, so places add up."""
     strips = cut.strips
+    columns = (strips.part, strips.key, strips.lo, strips.hi)
+    line, box = strips.part.shape[:1], (*strips.part.shape[:1], len(cut.dims))
+    kinds = [f"{column.dtype} {column.shape}" for column in columns]
+    if kinds != [f"int64 {shape}" for shape in (line, line, box, box)]:
+        yield f"its strips have columns {', '.join(kinds)} for {len(cut.dims)} dims"
+        return
     num_parts = prod(axis.size for axis in cut.axes)
     if strips.num_parts != num_parts:
         yield f"{strips.num_parts} strips for {num_parts} parts"
-    if strips.num_dims != len(cut.dims):
-        yield f"strips of {strips.num_dims} dims for {len(cut.dims)} dims"
     if not _in_order(strips) or (strips.lo >= strips.hi).any():
         yield "its strips have segments that are empty, out of order or of no part or class"
 
