@@ -6,7 +6,7 @@ or None where this join cannot be broken so.
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -203,6 +203,22 @@ def wrong_order(step: Join, rng: random.Random) -> Join | None:
     pairs = list(range(len(step.lo)))
     rng.shuffle(pairs)
     return None if pairs == sorted(pairs) else with_pairs(step, pairs)
+
+
+def any_number_changed(step: Join, rng: random.Random) -> Join:
+    """One number, or a row and another exchanged, in a column of the join or of its tables."""
+    name = rng.choice(["", "", "src", "dst"])
+    part = getattr(step, name) if name else step
+    columns = {f.name: getattr(part, f.name) for f in fields(part)}
+    column = rng.choice([k for k, v in columns.items() if isinstance(v, np.ndarray) and v.size])
+    array = columns[column].copy()
+    i, j = rng.randrange(len(array)), rng.randrange(len(array))
+    if rng.random() < 0.5:
+        array[[i, j]] = array[[j, i]]
+    else:
+        array.reshape(-1)[rng.randrange(array.size)] += rng.choice([-2, -1, 1, 2])
+    part = replace(part, **{column: array})
+    return replace(step, **{name: part}) if name else part
 
 
 WAYS: list[Callable[[Join, random.Random], Join | None]] = [
