@@ -51,8 +51,9 @@ def _must_send(plan: Plan, flow: Flow, itemsize: int) -> Counter[int]:
     num_ranks = plan.src.world_size
     sent = np.zeros(num_ranks, dtype=np.int64)
     for load in loads(plan, flow):
-        on_wire = plan.twin[load.src] != load.dst
-        np.add.at(sent, load.src[on_wire], size * load.num_elements[on_wire])
+        dst = load.dst[:, None] + load.free
+        num_sent = (plan.twin[load.src][:, None] != dst).sum(axis=1)
+        np.add.at(sent, load.src, size * load.num_elements * num_sent)
     label = _holder_sets(flow, np.arange(num_ranks))
     order = np.argsort(label, kind="stable")
     groups = np.split(order, np.flatnonzero(np.diff(label[order])) + 1)
