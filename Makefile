@@ -49,7 +49,7 @@ format: setup ## let ruff mend and format the code
 	$(BIN)/ruff format $(CODE)
 
 mutants: setup ## break the code on purpose: each patch of tests/mutants must fail its tests
-	$(BIN)/python tests/run_mutants.py
+	$(BIN)/python -m tests.run_mutants
 
 docs: setup ## write docs/configuration.md, docs/conventions.md and docs/resharding.svg from the code
 	$(BIN)/python scripts/write_configuration.py

@@ -17,11 +17,18 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from benchmarks.reshard_limits import gloo, loopback, shared_copy, traffic_of
+from benchmarks.reshard_limits import (
+    copy_as_they_lie,
+    gloo,
+    loopback,
+    shared_copy,
+    traffic_of,
+)
 from shardloop.layout import Layout, Piece, box_of
 from shardloop.parallel.context import RankContext
 from shardloop.reshard.verify import Proof
-from shardloop.transport.base import TransferReport, Transport
+from shardloop.transport.base import BUCKET_BYTES, TransferReport, Transport
+from shardloop.transport.buckets import make_share
 from shardloop.transport.gather import Gather
 from shardloop.transport.p2p import P2P
 from shardloop.transport.relay import Relay
@@ -99,9 +106,12 @@ def torch_arms(here: Here) -> dict[str, Maker]:
 
 
 def limit_arms(here: Here) -> dict[str, Maker]:
-    traffic = traffic_of(here.proof.plan, here.context.rank, DTYPE.itemsize)
+    plan, rank = here.proof.plan, here.context.rank
+    traffic = traffic_of(plan, rank, DTYPE.itemsize)
+    share = make_share(plan, rank, dtype=DTYPE, bucket_bytes=BUCKET_BYTES)
     return {
         "limit: shared memory": lambda: shared_copy(traffic, here.folder),
+        "limit: as they lie": lambda: copy_as_they_lie(share, here.src, here.dst, here.folder),
         "limit: TCP loopback": lambda: loopback(traffic, here.closing),
         "limit: gloo": lambda: gloo(traffic),
     }

@@ -1,10 +1,12 @@
 """What this machine allows: the bytes of a plan between the same processes, without a plan.
 
 Called by `benchmarks.reshard_arms` on every rank. All limits move what the plan moves between each
-pair of ranks, from and to flat memory as large as all that the rank sends or receives, a bucket at
-a time; and they copy in place what a rank already holds.
+pair of ranks, a bucket at a time, and copy in place what a rank already holds; but for one, from
+and to flat memory as large as all that the rank sends or receives.
 
     shared memory   senders copy into two slots, receivers out of them; nobody waits for anybody
+    as they lie     the same, from and to the elements' own places in the tensors: rows of a cut
+                    along columns are read and written apart, which memory does more slowly
     TCP loopback    one socket for each pair, bytes as they come
     gloo            all buckets posted at once, then waited for
 """
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from shardloop.reshard.plan import Plan
 from shardloop.transport.base import BUCKET_BYTES
+from shardloop.transport.buckets import Bucket, Share, Tensors
 
 RANK = struct.Struct("<q")
 
@@ -83,11 +86,7 @@ def shared_copy(traffic: Traffic, folder: Path) -> Callable[[], None]:
     """Collective over all ranks: the slots of the senders are files in `folder`, in memory."""
     memory = Memory(traffic)
 
-    def slots_of(rank: int) -> Tensor:
-        path, size = str(folder / f"slots-{rank}"), 2 * BUCKET_BYTES
-        return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-
-    own = slots_of(traffic.rank).fill_(1) if traffic.sends else None
+    own = _slots_of(traffic.rank, folder).fill_(1) if traffic.sends else None
     dist.barrier()
     copies: list[tuple[Tensor, Tensor]] = []
     for part, number in _parts(memory.out, traffic.sends.values()):
@@ -95,7 +94,7 @@ def shared_copy(traffic: Traffic, folder: Path) -> Callable[[], None]:
         copies.append((_slot(own, number, part), part))
     into = memory.into
     for peer, num_bytes in traffic.receives.items():
-        slots = slots_of(peer)
+        slots = _slots_of(peer, folder)
         copies += [(part, _slot(slots, n, part)) for part, n in _parts(into, [num_bytes])]
         into = into[num_bytes:]
 
@@ -105,6 +104,47 @@ def shared_copy(traffic: Traffic, folder: Path) -> Callable[[], None]:
             target.copy_(source)
 
     return work
+
+
+def copy_as_they_lie(
+    share: Share, src: Tensors | None, dst: Tensors | None, folder: Path
+) -> Callable[[], None]:
+    """Collective over all ranks: as `shared_copy`, of the elements of `src`, into those of `dst`.
+
+    Nobody waits, so that what is received has no meaning.
+    """
+    senders = {bucket.src_rank for bucket in (*share.sends, *share.receives)}
+    slots = {rank: _slots_of(rank, folder).fill_(0) for rank in sorted(senders)}
+    dist.barrier()
+    copies = [(t.dst.of(dst or {}), t.src.of(src or {})) for t in share.local]
+    for step in share.steps:
+        if step.send:
+            copies += [(slot, part) for slot, part in _halves(slots, step.send, src)]
+        if step.receive:
+            copies += [(part, slot) for slot, part in _halves(slots, step.receive, dst)]
+
+    def work() -> None:
+        for target, source in copies:
+            target.copy_(source)
+
+    return work
+
+
+def _halves(
+    slots: Mapping[int, Tensor], bucket: Bucket, tensors: Tensors | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The places of a bucket's parts in a slot, and in the tensors."""
+    parts = bucket.of(tensors or {})
+    flat = slots[bucket.src_rank]
+    start = bucket.number % 2 * BUCKET_BYTES
+    slot = flat[start : start + bucket.num_bytes].view(bucket.dtype)
+    for place, part in zip(slot.split([part.numel() for part in parts]), parts, strict=True):
+        yield place.view(part.shape), part
+
+
+def _slots_of(rank: int, folder: Path) -> Tensor:
+    path, size = str(folder / f"slots-{rank}"), 2 * BUCKET_BYTES
+    return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
 
 
 def _parts(flat: Tensor, sizes: Iterable[int]) -> Iterator[tuple[Tensor, int]]:

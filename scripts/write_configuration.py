@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from shardloop import config
 from shardloop.presets import PRESETS
@@ -30,6 +30,8 @@ checked when it is made. A flag changes one field of the preset that the run sta
 class Setting:
     flag: str
     default: Any
+    values: tuple[str, ...]
+    """What may be chosen; none where that is no list."""
     text: str
 
 
@@ -48,6 +50,13 @@ def field_docstrings(cls: type) -> dict[str, str]:
     return found
 
 
+def values(hint: Any) -> tuple[str, ...]:
+    """What a field of such a type may be, where that is a list of values."""
+    if get_origin(hint) is Literal:
+        return tuple(map(str, get_args(hint)))
+    return tuple(value for part in get_args(hint) for value in values(part))
+
+
 def class_docstring(cls: type) -> str:
     """Its docstring on one line; empty for the signature that dataclasses put in its place."""
     text = " ".join((cls.__doc__ or "").split())
@@ -56,7 +65,7 @@ def class_docstring(cls: type) -> str:
 
 def sections(value: Any, prefix: str = "") -> Iterator[tuple[str, str, list[Setting]]]:
     """(prefix, docstring, settings) of a config and of each config inside it, outermost first."""
-    texts = field_docstrings(type(value))
+    texts, hints = field_docstrings(type(value)), get_type_hints(type(value))
     nested, settings = [], []
     for field in fields(value):
         entry = getattr(value, field.name)
@@ -64,7 +73,14 @@ def sections(value: Any, prefix: str = "") -> Iterator[tuple[str, str, list[Sett
         if is_dataclass(entry):
             nested.append((entry, f"{flag}."))
         else:
-            settings.append(Setting(flag=flag, default=entry, text=texts.get(field.name, "")))
+            settings.append(
+                Setting(
+                    flag=flag,
+                    default=entry,
+                    values=values(hints[field.name]),
+                    text=texts.get(field.name, ""),
+                )
+            )
     yield prefix.rstrip("."), class_docstring(type(value)), settings
     for entry, inner in nested:
         yield from sections(entry, inner)
@@ -99,12 +115,19 @@ def preset_table() -> str:
     return table(["flag", "default", *(f"`{name}`" for name in columns)], rows)
 
 
+def meaning(setting: Setting) -> str:
+    """Its text, and every value that it may have."""
+    if not setting.values:
+        return setting.text
+    return f"{setting.text} One of {', '.join(f'`{value}`' for value in setting.values)}."
+
+
 def page() -> str:
     text = INTRO
     for prefix, about, settings in sections(config.TrainConfig()):
         text += f"\n## {prefix or 'The run'}\n\n"
         text += f"{about}\n\n" if prefix and about else ""
-        rows = [[f"`--{s.flag}`", f"`{s.default}`", s.text] for s in settings]
+        rows = [[f"`--{s.flag}`", f"`{s.default}`", meaning(s)] for s in settings]
         text += table(["flag", "default", "meaning"], rows)
     return f"{text}\n## What the presets change\n\n{preset_table()}"
 

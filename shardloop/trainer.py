@@ -35,6 +35,7 @@ from shardloop.parallel.context import RankContext
 from shardloop.parallel.fsdp import full_tensor, local_tensor, sum_gradients_in_next_backward
 from shardloop.parallel.grad_norm import global_grad_norm, scale_gradients
 from shardloop.parallel.mesh import data_place, make_mesh, tp_place
+from shardloop.parallel.observed import check_placed
 from shardloop.policy import Policy
 from shardloop.rl.batch import Batch
 from shardloop.rl.packing import PackedRows
@@ -92,6 +93,8 @@ class Trainer:
         self._speaks = tp_place(self._mesh)[0] == 0
         """Ranks that differ in tp alone compute the same values: one of them hands them out."""
         self._policy = self._build_policy()
+        weights = dict(self._policy.named_parameters())
+        check_placed(self.layout(), weights, ranks=dist.get_process_group_ranks(group))
         self._reference = self._build_policy().requires_grad_(False) if reference else None
         self._optim = optim
         self._optimizer = self._build_optimizer()

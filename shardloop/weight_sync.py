@@ -2,29 +2,31 @@
 
     every rank of both roles                                     an engine in between
     ─────────────────────────                                    ────────────────────
-    agree on version and tensors     error: nothing changed      generates with the old weights
+    check the call and the tensors                               generates with the old weights
     engine.begin_update(version)                                 refuses to generate
+    agree                            error: cancel_update        generates with the old weights
     the transport moves              error: half written         refuses to generate
     fingerprints of both sides       differ: FingerprintError    refuses to generate
     engine.commit_update()           error: run cannot go on     generates with the new weights
 
-A step starts on a rank when the one before has passed on all of them; a failed step raises on all.
+The transport starts when all ranks agree, and each step after it when the one before has passed on
+all of them. What one rank raises outside of the transport, all do at once, and name that rank.
 The next sync after a failed one begins again and writes everything; its report names the version
 that was left half written.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardloop.config import TransportName
-from shardloop.errors import PlanError, ShardloopError
-from shardloop.parallel.agree import agree, all_reduce
+from shardloop.errors import PlanError
+from shardloop.parallel.agree import act_together, agree, all_reduce
 from shardloop.reshard.copies import find_copies
 from shardloop.reshard.cost import cost
 from shardloop.reshard.fingerprint import check_fingerprints, local_fingerprints, num_prints
@@ -34,6 +36,8 @@ from shardloop.transport.base import BUCKET_BYTES, TransferReport, check_members
 from shardloop.transport.buckets import Tensors
 from shardloop.transport.choice import check_transport, make_transport
 from shardloop.transport.relay import Relay
+
+T = TypeVar("T")
 
 
 class Source(Protocol):
@@ -51,6 +55,8 @@ class Target(Protocol):
     def tensors(self) -> Mapping[str, Tensor]: ...
 
     def begin_update(self, version: int) -> None: ...
+
+    def cancel_update(self) -> None: ...
 
     def commit_update(self) -> None: ...
 
@@ -149,22 +155,13 @@ class WeightSync:
                 different versions or on syncs of different plans, or the trainer is at another
                 version.
             FingerprintError: the weights differ after the transfer; names the tensors.
-            ShardloopError: what an engine's `commit_update` raised; PlanError on the other ranks.
+            ShardloopError: what the trainer or the engine of a rank raised, as a WorkerError where
+                it is none of ours; an OtherRankRefused with rank and reason on the other ranks.
             WorkerDied, WorkerTimeout: a rank went away; start a new group.
         """
         start = time.perf_counter()
-        src = self._trainer.shards() if self._trainer else None
-        dst = self._engine.tensors() if self._engine else None
-        agree(
-            self._group,
-            fault=self._fault(version, src, dst),
-            same=f"version={version}, {self._same}",
-            what=f"the update to version {version}",
-            timeout_s=self._timeout_s,
-        )
+        src, dst = self._begin(version)
         replaced, self._open_version = self._open_version, version
-        if self._engine:
-            self._engine.begin_update(version)
         transfer = self._transport.move(src, dst)
         transferred = time.perf_counter()
         counters = self._check_weights(src, dst, transfer)
@@ -190,29 +187,54 @@ class WeightSync:
         """Give the transport's memory and connections back; no rank waits for another."""
         self._transport.close()
 
+    def _begin(self, version: int) -> tuple[Tensors | None, Tensors | None]:
+        """Collective over the group: all engines have begun the update, or none has.
+
+        Returns:
+            The live tensors of this rank's trainer and engine.
+        """
+        begun: Target | None = None
+
+        def begin() -> tuple[Tensors | None, Tensors | None]:
+            nonlocal begun
+            src = self._trainer.shards() if self._trainer else None
+            dst = self._engine.tensors() if self._engine else None
+            self._check_call(version, src, dst)
+            if self._engine:
+                self._engine.begin_update(version)
+                begun = self._engine
+            return src, dst
+
+        try:
+            return self._act(
+                begin, what=f"the update to version {version}", same=f"{version=}, {self._same}"
+            )
+        except BaseException:
+            if begun is not None:
+                begun.cancel_update()
+            raise
+
     def _commit(self, version: int) -> None:
         """Collective over the group: passes when every engine rank has accepted its weights."""
-        fault: ShardloopError | None = None
-        if self._engine:
-            try:
-                self._engine.commit_update()
-            except ShardloopError as error:
-                fault = error
         what = f"generation with version {version}"
-        agree(self._group, fault=fault, same=what, what=what, timeout_s=self._timeout_s)
 
-    def _fault(self, version: int, src: Tensors | None, dst: Tensors | None) -> PlanError | None:
+        def commit() -> None:
+            if self._engine:
+                self._engine.commit_update()
+
+        self._act(commit, what=what, same=what)
+
+    def _act(self, action: Callable[[], T], *, what: str, same: str) -> T:
+        return act_together(self._group, action, what=what, same=same, timeout_s=self._timeout_s)
+
+    def _check_call(self, version: int, src: Tensors | None, dst: Tensors | None) -> None:
         if self._trainer and self._trainer.version != version:
-            return PlanError(
+            raise PlanError(
                 f"sync to version {version}, but the trainer is at version "
                 f"{self._trainer.version}; pass the trainer's version"
             )
-        try:
-            plan = self._plan_of(dist.get_rank())
-            check_tensors(plan, dist.get_rank(), src=src, dst=dst, dtype=self._dtype)
-        except PlanError as error:
-            return error
-        return None
+        plan = self._plan_of(dist.get_rank())
+        check_tensors(plan, dist.get_rank(), src=src, dst=dst, dtype=self._dtype)
 
     def _plan_of(self, rank: int) -> Plan:
         """The plan in which `rank` has its role: sources have theirs in all."""
@@ -228,19 +250,10 @@ class WeightSync:
             Bytes sent, received, and sent by source ranks, elements sent and due, of all ranks;
             and what each one staged.
         """
-        of_src, of_dst = self._copies
-        plan = self._proofs[0].plan
-        sides = [(plan.src_ranks, src, of_src)]
-        sides += [(p.plan.dst_ranks, dst, of_dst) for p in self._proofs]
-        rank, names = dist.get_rank(), of_src.names
-        prints = []
-        for ranks, tensors, copies in sides:
-            if tensors is None or rank not in ranks:
-                prints.append(torch.zeros(num_prints(copies), len(names), dtype=torch.int64))
-                continue
-            place = ranks.index(rank)
-            prints.append(local_fingerprints(copies, place, tensors, dtype=self._dtype))
-        from_sources = transfer.bytes_sent if rank in plan.src_ranks else 0
+        what = "the comparison of both sides after the transfer"
+        prints = self._act(lambda: self._prints(src, dst), what=what, same=what)
+        names, src_ranks = self._copies[0].names, self._proofs[0].plan.src_ranks
+        from_sources = transfer.bytes_sent if dist.get_rank() in src_ranks else 0
         staged = [0] * dist.get_world_size(self._group)
         staged[dist.get_rank(self._group)] = transfer.peak_extra_bytes
         counters = torch.tensor(
@@ -250,12 +263,26 @@ class WeightSync:
             ]
         )
         values = torch.cat([*(part.flatten() for part in prints), counters])
-        what = "fingerprints after the transfer"
         total = all_reduce(values, self._group, what=what, timeout_s=self._timeout_s)
         rows = total[: -len(counters)].view(-1, len(names))
         check_fingerprints(names, rows[: len(prints[0])], rows[len(prints[0]) :])
         found: list[int] = total[-len(counters) :].tolist()
         return found
+
+    def _prints(self, src: Tensors | None, dst: Tensors | None) -> list[Tensor]:
+        """This rank's share of the fingerprints: of the source, then of each replica."""
+        of_src, of_dst = self._copies
+        sides = [(self._proofs[0].plan.src_ranks, src, of_src)]
+        sides += [(p.plan.dst_ranks, dst, of_dst) for p in self._proofs]
+        rank, num_names = dist.get_rank(), len(of_src.names)
+        prints = []
+        for ranks, tensors, copies in sides:
+            if tensors is None or rank not in ranks:
+                prints.append(torch.zeros(num_prints(copies), num_names, dtype=torch.int64))
+                continue
+            place = ranks.index(rank)
+            prints.append(local_fingerprints(copies, place, tensors, dtype=self._dtype))
+        return prints
 
 
 def _check_roles(plans: list[Plan], trainer: Source | None, engine: Target | None) -> None:

@@ -3,8 +3,8 @@
 Run by `make mutants`. A patch opens with a line `# kills: tests/room/test_x.py::test_name` for
 each test that has to notice it.
 
-    the named tests pass on a plain copy of the tree
-    then for each patch:   copy ──▶ apply ──▶ run its tests ──▶ killed | survived | error
+    for each patch:   copy ──▶ apply ──▶ run its tests ──▶ killed | survived | error
+    in the end the cases that noticed pass on a plain copy of the tree
 """
 
 import argparse
@@ -14,17 +14,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Literal
+
+from tests.warm_pytest import WarmPytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PATCHES = ROOT / "tests" / "mutants"
 HEADER = "# kills:"
 PYTEST_PASSED, PYTEST_FAILED = 0, 1
+Verdict = Literal["killed", "survived", "error"]
+TIMEOUT_S = 600.0
+"""For all tests of one mutant; each test has its own, shorter limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +50,10 @@ class Mutant:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     mutant: Mutant
-    verdict: Literal["killed", "survived", "error"]
+    verdict: Verdict
     detail: str
+    cases: Sequence[str]
+    """Of a killed one: a case of each test that noticed."""
     seconds: float
 
 
@@ -93,91 +102,71 @@ def apply_patch(mutant: Mutant, tree: Path, *options: str) -> None:
         )
 
 
-def _environment(copy: Path) -> Mapping[str, str]:
-    return {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-
-
-def check_imports_come_from(copy: Path) -> None:
-    """Raises MutantError when an installed shardloop would be tested in place of the copy."""
-    program = "import shardloop; print(shardloop.__file__)"
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=copy, env=_environment(copy), capture_output=True, text=True)
-    found = done.stdout.strip()
-    if done.returncode != 0 or not Path(found).resolve().is_relative_to(copy):
-        raise MutantError(
-            f"shardloop is imported from {found or 'nowhere'}, not from {copy}\n{done.stderr}"
-        )
-
-
-def run_tests(copy: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    options = ["-q", "--tb=short", "-rfE", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", *options, *tests]
-    return subprocess.run(command, cwd=copy, env=_environment(copy), capture_output=True, text=True)
-
-
-def failed_tests(output: str, tests: Sequence[str]) -> set[str]:
-    """Those of `tests` that pytest's short summary lists as failed, whatever their parameters."""
+def cases_that_noticed(output: str, tests: Sequence[str]) -> dict[str, str]:
+    """A case of each of `tests` that pytest's short summary lists as failed."""
     lines = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    nodes = [line.split(" ", 1)[1].split(" - ", 1)[0] for line in lines]
-    return {
-        test for test in tests if any(node == test or node.startswith(f"{test}[") for node in nodes)
-    }
+    cases = [line.split(" ", 1)[1].split(" - ", 1)[0] for line in lines]
+    return {test: case for case in cases for test in tests if test in (case, case.split("[")[0])}
 
 
-def check_plain_tree(root: Path, mutants: Sequence[Mutant]) -> None:
-    """Raises MutantError when a named test fails on the code as it is: that would prove nothing."""
-    tests = sorted({test for mutant in mutants for test in mutant.tests})
-    with copied_tree(root) as copy:
-        check_imports_come_from(copy)
-        done = run_tests(copy, tests)
-    if done.returncode != PYTEST_PASSED:
-        raise MutantError(
-            f"the named tests do not pass on the code as it is\n{done.stdout}{done.stderr}"
-        )
-
-
-def try_mutant(root: Path, mutant: Mutant) -> Outcome:
+def try_mutant(root: Path, mutant: Mutant, pytests: WarmPytest) -> Outcome:
     """Apply one patch to a fresh copy and run its tests there."""
     start = time.perf_counter()
-    verdict, detail = _verdict(root, mutant)
-    return Outcome(
-        mutant=mutant, verdict=verdict, detail=detail, seconds=time.perf_counter() - start
-    )
+    verdict, detail, cases = _verdict(root, mutant, pytests)
+    seconds = time.perf_counter() - start
+    return Outcome(mutant=mutant, verdict=verdict, detail=detail, cases=cases, seconds=seconds)
 
 
-def _verdict(root: Path, mutant: Mutant) -> tuple[Literal["killed", "survived", "error"], str]:
+def _verdict(root: Path, mutant: Mutant, pytests: WarmPytest) -> tuple[Verdict, str, Sequence[str]]:
     try:
         with copied_tree(root) as copy:
             apply_patch(mutant, copy)
-            check_imports_come_from(copy)
-            done = run_tests(copy, mutant.tests)
+            code, output = pytests.run(copy, mutant.tests, timeout_s=TIMEOUT_S)
     except MutantError as error:
-        return "error", str(error)
-    if done.returncode not in (PYTEST_PASSED, PYTEST_FAILED):
-        return "error", f"pytest ended with {done.returncode}\n{done.stdout}{done.stderr}"
-    blind = set(mutant.tests) - failed_tests(done.stdout, mutant.tests)
-    if blind:
-        return "survived", "not noticed by " + ", ".join(sorted(blind))
-    return "killed", ""
+        return "error", str(error), ()
+    if code not in (PYTEST_PASSED, PYTEST_FAILED):
+        return "error", f"pytest ended with {code}\n{output}", ()
+    cases = cases_that_noticed(output, mutant.tests)
+    if blind := set(mutant.tests) - set(cases):
+        return "survived", "not noticed by " + ", ".join(sorted(blind)), ()
+    return "killed", "", tuple(cases.values())
+
+
+def check_plain_tree(
+    root: Path, cases: Iterable[str], pytests: WarmPytest, pool: ThreadPoolExecutor
+) -> None:
+    """Raises MutantError when a case fails on the code as it is: that it noticed proves nothing."""
+    by_file = defaultdict(set)
+    for case in cases:
+        by_file[case.split("::")[0]].add(case)
+    with copied_tree(root) as copy:
+        runs = pool.map(
+            lambda cases: pytests.run(copy, sorted(cases), timeout_s=TIMEOUT_S), by_file.values()
+        )
+        failures = [output for code, output in runs if code != PYTEST_PASSED]
+    if failures:
+        raise MutantError(
+            "tests that noticed do not pass on the code as it is\n" + "\n".join(failures)
+        )
 
 
 def run_mutants(root: Path, patches: Sequence[Path], *, jobs: int) -> list[Outcome]:
     """Try every patch, `jobs` at a time, and print a line for each as it ends.
 
     Raises:
-        MutantError: a patch has no header, or the named tests fail on the plain tree.
+        MutantError: a patch has no header, or a test that noticed fails on the plain tree.
     """
     mutants = [read_mutant(patch) for patch in patches]
-    check_plain_tree(root, mutants)
     outcomes = []
-    with ThreadPoolExecutor(max_workers=jobs) as pool:
-        for outcome in pool.map(lambda mutant: try_mutant(root, mutant), mutants):
+    with WarmPytest(jobs=jobs) as pytests, ThreadPoolExecutor(max_workers=jobs) as pool:
+        for outcome in pool.map(lambda mutant: try_mutant(root, mutant, pytests), mutants):
             print(
                 f"{outcome.verdict:<9} {outcome.mutant.name}  ({outcome.seconds:.1f} s)", flush=True
             )
             if outcome.detail:
                 print(outcome.detail, flush=True)
             outcomes.append(outcome)
+        check_plain_tree(root, chain(*(outcome.cases for outcome in outcomes)), pytests, pool)
     return outcomes
 
 

@@ -1,10 +1,11 @@
-"""The metadata of torch.distributed.checkpoint, read without trusting it. Floor 3.
+"""Files of torch.distributed.checkpoint, read without trusting them. Floor 3.
 
-Called by `checkpoint.metadata`, `checkpoint.reading` and `convert.dcp_files`. The file is a pickle:
-only the classes that describe tensors are made from it, and nothing else is called.
+Called by `checkpoint.metadata`, `checkpoint.reading` and `convert.dcp_files`. The metadata
+is a pickle: only the classes that describe tensors are made from it, and nothing else is called.
 """
 
 import pickle
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
+from shardloop.checkpoint.chunks import load_chunk
 from shardloop.errors import CheckpointError
+from shardloop.layout.layout import box_of
 
 METADATA_FILE = ".metadata"
 CHECKPOINT = "torch.distributed.checkpoint"
@@ -66,10 +71,30 @@ def load_metadata(path: Path) -> Metadata:
 
 
 class PlainReader(FileSystemReader):
-    """Torch's reader, of which the metadata is read by `load_metadata`."""
+    """Torch's reader of tensors, with its files read by `load_metadata` and `load_chunk`: each
+    chunk once, whole, whatever part of it is asked for, so that its checksum can be looked at."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         return load_metadata(Path(self.path))
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_chunk: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            by_chunk[item.storage_index].append(item)
+        for index, items in by_chunk.items():
+            place = self.storage_data[index]
+            try:
+                chunk = load_chunk(Path(self.path), place)
+            except Exception as error:  # damaged bytes can raise anything
+                raise CheckpointError(f"{index.fqn} in {place.relative_path}: {error}") from error
+            for item in items:
+                runs = zip(item.storage_offsets, item.lengths, strict=True)
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(box_of(chunk, tuple((lo, lo + n) for lo, n in runs)))
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
 def _file_faults(path: Path, metadata: Metadata) -> Iterator[str]:

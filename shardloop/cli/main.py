@@ -1,7 +1,6 @@
 """`shardloop COMMAND`: finds the command, runs it, and turns errors into exit codes. Floor 5."""
 
 import importlib
-import io
 import os
 import sys
 import traceback
@@ -9,7 +8,8 @@ from collections.abc import Sequence
 
 import shardloop
 from shardloop.cli.interrupt import stop_at_once
-from shardloop.errors import CheckpointError, ShardloopError
+from shardloop.cli.streams import tell, with_streams
+from shardloop.errors import ShardloopError
 
 COMMANDS = {
     "train": "improve a model by GRPO",
@@ -31,9 +31,6 @@ USAGE = (
 
 SILENT = {"-q", "--quiet", "-h", "--help"}
 """Flags with which a command says nothing while it loads."""
-BROKEN_PIPE = 141
-"""Exit code when the reader of our output has gone: what a shell gives a program ended by SIGPIPE.
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,37 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, or that of the error (see `shardloop.errors`).
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal that cannot show a character gets a question mark instead of a failed run.
-        sys.stdout.reconfigure(errors="replace")
-    try:
-        try:
-            return _answer(list(sys.argv[1:] if argv is None else argv))
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        _give_up_output()
-        return BROKEN_PIPE
-    except OSError as error:
-        if not _output_fails():
-            raise
-        _give_up_output()
-        print(f"error: cannot write to standard output: {error}", file=sys.stderr)
-        return CheckpointError.exit_code
-
-
-def _output_fails() -> bool:
-    """Whether one more line cannot be printed either: then the error was not the command's."""
-    try:
-        print(flush=True)
-    except OSError:
-        return True
-    return False
-
-
-def _give_up_output() -> None:
-    """Python would flush once more at its exit, and complain."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return with_streams(lambda: _answer(list(sys.argv[1:] if argv is None else argv)))
 
 
 def _answer(arguments: Sequence[str]) -> int:
@@ -84,7 +51,7 @@ def _answer(arguments: Sequence[str]) -> int:
         return 0
     command, *rest = arguments
     if command not in COMMANDS:
-        print(f"error: no command {command!r}; choose from {', '.join(COMMANDS)}", file=sys.stderr)
+        tell(f"error: no command {command!r}; choose from {', '.join(COMMANDS)}")
         return 2
     return _run(command, rest)
 
@@ -94,7 +61,7 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     is_light = command in WITHOUT_TORCH or sys.modules.get("torch") is not None
     if not is_light and not SILENT & set(arguments):
-        print("loading torch ...", file=sys.stderr, flush=True)
+        tell("loading torch ...")
     try:
         with stop_at_once():
             run = importlib.import_module(f"shardloop.cli.{command}").run
@@ -103,8 +70,8 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     except ShardloopError as error:
         if os.environ.get("SHARDLOOP_TRACEBACK"):
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
+        tell(f"error: {error}")
         return error.exit_code
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        tell("interrupted")
         return 130

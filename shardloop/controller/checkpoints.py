@@ -5,6 +5,9 @@ Called by `controller.stages`.
     save ──▶ the trainer copies ──▶ further steps ──▶ news: complete ──▶ Saved
                                          │
                                          └── the next save, or the run's end, waits for it
+
+A run that ends by an error says what became of the checkpoint that was being written, behind the
+error itself.
 """
 
 from collections.abc import Iterator
@@ -13,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from shardloop.checkpoint import SaveReport, checkpoint_name
+from shardloop.checkpoint.folder import is_complete
 from shardloop.config import CheckpointConfig
 from shardloop.controller.events import Event, Saved
 from shardloop.controller.groups import WorkerGroup
-from shardloop.errors import RewardError, TaskError
+from shardloop.errors import CheckpointError, ShardloopError
 
 
 class Checkpoints:
@@ -29,34 +33,39 @@ class Checkpoints:
         self._trainer = trainer
         self._folder = folder
         self._config = config
-        self._is_pending = False
+        self._pending: Path | None = None
         self._seconds: dict[str, float] = {}
 
     def save(self, step: int) -> Iterator[Event]:
         """Asks for the checkpoint of `step`; one that is still being written is waited for."""
         yield from self.finish()
+        path = self._folder / checkpoint_name(step)
         self._trainer.call(
             "save",
-            self._folder / checkpoint_name(step),
+            path,
             extra={"step": step},
             keep=self._config.keep,
             background=self._config.background,
         )
-        self._is_pending = True
+        self._pending = path
         if not self._config.background:
             yield from self.finish()
 
     def news(self) -> Iterator[Event]:
         """Tells of a checkpoint that has been completed meanwhile; waits for nothing."""
-        if self._is_pending and not any(self._trainer.call("is_saving")):
+        if self._pending and not any(self._trainer.call("is_saving")):
             yield from self.finish()
 
     def finish(self) -> Iterator[Event]:
         """Waits for the checkpoint that is still being written, if one is."""
-        if not self._is_pending:
+        if self._pending is None:
             return
-        self._is_pending = False
-        report: SaveReport = self._trainer.call("finish_save", collect="first")
+        try:
+            report: SaveReport = self._trainer.call("finish_save", collect="first")
+        except CheckpointError:
+            self._pending = None  # that is told of
+            raise
+        self._pending = None
         parts = {"stall": report.stall_s, "wait": report.wait_s, "write": report.write_s}
         self._seconds = {k: self._seconds.get(k, 0.0) + v for k, v in parts.items()}
         yield Saved("checkpoint", report.path)
@@ -68,11 +77,33 @@ class Checkpoints:
 
     @contextmanager
     def completed(self) -> Iterator[None]:
-        """Around a run: one that ends by a fault of its task or reward, with its ranks well, first
-        waits for its checkpoint."""
+        """Around a run: an error that leaves the ranks well first waits for the checkpoint that is
+        being written. One that is lost, or cannot be written either, is told of in the error."""
         try:
             yield
-        except (RewardError, TaskError):
-            for _ in self.finish():
-                pass
+        except Exception as error:
+            if loss := self._loss():
+                _add(error, loss)
             raise
+
+    def _loss(self) -> str | None:
+        """Why there will be no checkpoint of the last `save`; None where it is there."""
+        path, self._pending = self._pending, None
+        if path is None:
+            return None
+        if not self._trainer.alive():
+            lost = f"{path} was not complete yet and is lost with its ranks"
+            return None if is_complete(path) else lost
+        try:
+            self._trainer.call("finish_save")
+        except ShardloopError as error:
+            return f"{error}"
+        return None
+
+
+def _add(error: Exception, text: str) -> None:
+    """It stays the same object, with its traceback and the notes of other processes."""
+    if isinstance(error, ShardloopError):
+        error.args = (f"{error}\nand besides: {text}",)
+    else:
+        error.add_note(text)

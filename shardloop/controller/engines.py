@@ -1,6 +1,7 @@
 """The engine of a run as one thing, whatever number of replicas it has. Floor 4.
 
-Called by `controller.rollouts` to generate, and by the loop to put the engine to sleep.
+Called by `controller.rollouts` to generate, by the loop and the stages of a run to bring it the
+trainer's weights, and by the loop to put it to sleep.
 
     requests ──deal──▶ replica 0 ─┐
                   └──▶ replica 1 ─┴─▶ completions, in the order of the requests
@@ -11,15 +12,17 @@ draws a sample changes nothing about it.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from shardloop.controller.groups import WorkerGroup
 from shardloop.engines.gate import SleepLevel
 from shardloop.errors import WorkerError
 from shardloop.types import Completion, Request
+from shardloop.weight_sync import SyncReport
 
 
 class Engines:
-    """All replicas of an engine; wakes and sleeps as one."""
+    """All replicas of an engine; takes weights, wakes and sleeps as one."""
 
     def __init__(self, group: WorkerGroup, *, num_replicas: int) -> None:
         """
@@ -29,6 +32,8 @@ class Engines:
         self._group = group
         self._replicas = group.split(num_replicas)
         self._asleep: SleepLevel | None = None
+        self._version: int | None = None
+        self._moved: list[SyncReport] = []
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion of each request, in their order.
@@ -53,10 +58,37 @@ class Engines:
             by_place |= dict(zip(share, completions, strict=True))
         return [by_place[place] for place in range(len(requests))]
 
+    def take_weights(self, trainer: WorkerGroup, sync: WorkerGroup) -> int:
+        """Wake, with the trainer's present weights: moved only where they are others than these.
+
+        Args:
+            trainer: always the same, whose version is another whenever its weights are.
+            sync: a `WeightSync` from that trainer to this engine, on all ranks of both.
+        Returns:
+            Their version.
+        """
+        self.wake()
+        version: int = trainer.call("version", collect="same")
+        if version != self._version:
+            self._version = None
+            self._moved.append(sync.call("sync", version, collect="first"))
+            self._version = version
+        return version
+
+    def traffic(self) -> dict[str, Any]:
+        """Metrics: what moving weights cost since this was last asked."""
+        moved, self._moved = self._moved, []
+        metrics: dict[str, Any] = {"wire_bytes": sum(report.wire_bytes for report in moved)}
+        if moved and moved[-1].density is not None:
+            metrics["wire_density"] = moved[-1].density
+        return metrics
+
     def sleep(self, level: SleepLevel) -> None:
         """Free the cache, or also the weights: these must be synced again before the next use."""
         self._group.call("sleep", level)
         self._asleep = level
+        if level == "weights":
+            self._version = None
 
     def wake(self) -> None:
         """Take back what `sleep` gave up; nothing where it is awake."""

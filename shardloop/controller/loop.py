@@ -5,7 +5,7 @@
      │        │  └─────────┘      trainer's     rewards of   chosen loss, optimizer,
      │        │  further rounds   log-probs,    each group   version v + 1
      │        │  (`rounds`)       engine asleep (`batches`)
-     engine wakes and takes the trainer's weights (version v)
+     engine wakes and takes the trainer's weights (version v), unless an evaluation had it do so
 
 Each arrow waits for the one before, so every sample trains the weights that drew it: lag 0. The
 loop takes anything with the `call` of a worker group; it holds no state but the step number, which
@@ -22,7 +22,6 @@ from typing import Any
 
 from shardloop.config import GRPOConfig, TrainConfig
 from shardloop.controller.batches import add_advantages, has_signal, make_step_batch, recompute
-from shardloop.controller.engines import Engines
 from shardloop.controller.groups import WorkerGroup
 from shardloop.controller.rollouts import Sampler
 from shardloop.controller.rounds import Drawn, Group, draw_groups
@@ -31,7 +30,6 @@ from shardloop.metrics import PhaseTimes
 from shardloop.rl.batch import Batch
 from shardloop.schedule import learning_rate
 from shardloop.types import Prompt, RewardFn, Task
-from shardloop.weight_sync import SyncReport
 
 Metrics = dict[str, Any]
 
@@ -60,8 +58,8 @@ def grpo_steps(
 ) -> Iterator[Step]:
     """Run steps `start` to `config.steps`, one at each `next`.
 
-    Between them the caller may save or stop, and after `take_weights` also sample: with
-    `engine.sleep` a step leaves the engine asleep.
+    Between them the caller may save or stop, and after the engine's `take_weights` also sample:
+    with `engine.sleep` a step leaves the engine asleep.
 
     Args:
         trainer, sync: groups of `Trainer` and `WeightSync`, or objects like them.
@@ -72,13 +70,10 @@ def grpo_steps(
         WorkerError: a rank that fails.
     """
     engine, sleep = sampler.engine, config.engine.sleep
-    is_stale = True  # the caller may have changed the trainer's weights before
     for step in range(start, config.steps):
         times, began = PhaseTimes(), time.perf_counter()
         with times.phase("sync"):
-            version = trainer.call("version", collect="same")
-            engine.wake()
-            moved = sync.call("sync", version, collect="first") if is_stale else None
+            version = engine.take_weights(trainer, sync)
         drawn = draw_groups(
             sampler, task=task, reward=reward, config=config, step=step, times=times
         )
@@ -87,27 +82,11 @@ def grpo_steps(
             with times.phase("sync"):
                 engine.sleep(sleep)
         learned = learn(trainer, drawn.kept, config, step=step, times=times)
-        is_stale = bool(learned["update"]) or sleep == "weights"
         metrics = {"step": step + 1, "version": version, **sample_metrics(drawn, config.grpo)}
-        metrics |= {**learned, **_sync_metrics(moved)}
+        metrics |= {**learned, **engine.traffic()}
         metrics |= speed_metrics(drawn, times, seconds=time.perf_counter() - began)
         samples = [sample for group in drawn.groups for sample in group.samples]
         yield Step(number=step + 1, metrics=metrics, samples=samples)
-
-
-def _sync_metrics(moved: SyncReport | None) -> Metrics:
-    """What the weights of a step cost on their way; None: they had not changed."""
-    if moved is None:
-        return {"wire_bytes": 0}
-    compared = {} if moved.density is None else {"wire_density": moved.density}
-    return {"wire_bytes": moved.wire_bytes, **compared}
-
-
-def take_weights(trainer: WorkerGroup, engine: Engines, sync: WorkerGroup) -> SyncReport:
-    """The engine wakes and takes the trainer's present weights."""
-    engine.wake()
-    report: SyncReport = sync.call("sync", trainer.call("version", collect="same"), collect="first")
-    return report
 
 
 def assert_no_lag(groups: Sequence[Group], version: int) -> None:

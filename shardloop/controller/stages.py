@@ -20,7 +20,7 @@ from shardloop.controller.evals import reward_fields
 from shardloop.controller.events import Evaluated, Event, Note, Progress, Saved
 from shardloop.controller.export import export_policy
 from shardloop.controller.groups import WorkerGroup
-from shardloop.controller.loop import evaluate, grpo_steps, take_weights
+from shardloop.controller.loop import evaluate, grpo_steps
 from shardloop.controller.manifest import Changes, add_resumption
 from shardloop.controller.report import write_report
 from shardloop.controller.rollouts import Sampler
@@ -46,7 +46,7 @@ class Roles:
 
     def update_engine(self) -> None:
         """The engine wakes and takes the trainer's present weights."""
-        take_weights(self.trainer, self.sampler.engine, self.sync)
+        self.sampler.engine.take_weights(self.trainer, self.sync)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

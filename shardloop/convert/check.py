@@ -10,9 +10,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from shardloop.checkpoint.chunks import demand_sound
 from shardloop.checkpoint.notes import TRAINER_FILE
 from shardloop.convert.compare import Progress
-from shardloop.convert.damage import damaged, demand_sound
+from shardloop.convert.damage import damaged
 from shardloop.convert.look import files
 from shardloop.convert.store import Reader, whole
 from shardloop.errors import CheckpointError

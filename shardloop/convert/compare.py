@@ -95,7 +95,7 @@ def fingerprints(
     total: Tensor | None = None
     for rank in range(source.layout.world_size):
         tensors = StoredTensors(source.reader, rank, on_read)
-        part = local_fingerprints(copies, rank, tensors, dtype=wire or torch.float32)  # type: ignore[arg-type]
+        part = local_fingerprints(copies, rank, tensors, dtype=wire or torch.float32)
         total = part if total is None else total + part
     assert total is not None, "a layout has a rank"
     return total

@@ -1,8 +1,6 @@
 """What to say of files that are not there or cannot be read. Called by the formats. Floor 3."""
 
-import zipfile
 from pathlib import Path
-from typing import IO
 
 from shardloop.errors import CheckpointError
 from shardloop.types import shorten
@@ -25,17 +23,6 @@ def demand_file(path: Path) -> None:
     """
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; copy all files of the checkpoint")
-
-
-def demand_sound(archive: Path | IO[bytes]) -> None:
-    """Reads all of what torch.save wrote: its bytes must have the checksums that are in it.
-
-    Raises:
-        CheckpointError: one does not. OSError, BadZipFile: it cannot be read.
-    """
-    with zipfile.ZipFile(archive) as entries:
-        if (bad := entries.testzip()) is not None:
-            raise CheckpointError(f"{bad} in it is not what was saved: its checksum differs")
 
 
 def as_disk_error(cause: BaseException) -> BaseException:

@@ -4,12 +4,10 @@ Called by `convert.formats` and `convert.targets`. No process group is needed: a
 from the chunks it touches, one at a time, whatever the ranks that wrote them.
 """
 
-import io
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +22,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from shardloop.checkpoint.chunks import Place, load_chunk
 from shardloop.checkpoint.notes import TRAINER_FILE, read_notes
 from shardloop.checkpoint.plain import METADATA_FILE, load_metadata
-from shardloop.convert.damage import as_disk_error, damaged, demand_file, demand_sound
+from shardloop.convert.damage import as_disk_error, damaged, demand_file
 from shardloop.convert.store import Stored
 from shardloop.errors import CheckpointError
 from shardloop.hf.headers import EMBEDDING
@@ -131,56 +130,15 @@ class DCPReader:
             self._loaded = index, self._load_from(self._places[index], chunk, dtype)
         return self._loaded[1]
 
-    def _load_from(self, place: Any, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> Tensor:
+    def _load_from(self, place: Place, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> Tensor:
         file = self.path / place.relative_path
-        if getattr(place, "transform_descriptors", None):
-            raise CheckpointError(
-                f"{file}: its bytes were transformed by {', '.join(place.transform_descriptors)}; "
-                "save the checkpoint without extensions"
-            )
         try:
-            with io.BufferedReader(Window(file, place.offset, place.length)) as archive:
-                demand_sound(archive)
-                archive.seek(0)
-                tensor = torch.load(archive, map_location="cpu", weights_only=True)
+            tensor = load_chunk(self.path, place)
         except Exception as error:  # a damaged pickle or archive can raise anything
             raise damaged(file, error) from error
-        if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (chunk.sizes, dtype):
+        if (tensor.shape, tensor.dtype) != (chunk.sizes, dtype):
             raise CheckpointError(f"{file}: a chunk is not the tensor that the metadata says")
         return tensor
-
-
-class Window(io.RawIOBase):
-    """A part of a file, as a file."""
-
-    def __init__(self, path: Path, start: int, length: int) -> None:
-        self._file = path.open("rb")
-        self._start, self._length, self._at = start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        self._file.seek(self._start + self._at)
-        count = self._file.readinto(view[: max(0, self._length - self._at)])
-        self._at += count
-        return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
 
 def write_dcp(folder: Path, specs: Mapping[str, TensorSpec], read: Callable[[str], Tensor]) -> None:

@@ -3,7 +3,7 @@
 Floor 3.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from shardloop.convert.damage import damaged
-from shardloop.convert.store import Stored, whole
+from shardloop.convert.store import Stored, UnchunkedReader
 from shardloop.errors import CheckpointError, ModelError
 from shardloop.hf.headers import INDEX_FILE, WEIGHTS_FILE, read_headers, weight_files
 from shardloop.hf.reading import read_json
@@ -29,7 +29,7 @@ DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAME.items()} | {
 }
 
 
-class HFReader:
+class HFReader(UnchunkedReader):
     format = "hf"
     spec = "tp=1"
     num_ranks = 1
@@ -61,14 +61,6 @@ class HFReader:
 
     def tensors(self, rank: int) -> dict[str, Stored]:
         return self._tensors
-
-    def chunks(self, rank: int, name: str) -> Iterator[tuple[Box, Path]]:
-        stored = self.tensors(rank)[name]
-        yield whole(stored.shape), stored.files[0]
-
-    def everything(self) -> Iterator[tuple[int, str, Stored]]:
-        for name, stored in self._tensors.items():
-            yield 0, name, stored
 
     def read(self, rank: int, name: str, box: Box) -> Tensor:
         (path,) = self._tensors[name].files

@@ -12,7 +12,7 @@ entries (of FP8 recipes) hold no weights and are passed over.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardloop.convert.damage import as_disk_error
-from shardloop.convert.store import Stored, whole
+from shardloop.convert.store import Stored, UnchunkedReader
 from shardloop.convert.torch_files import Inert, load_torch_file
 from shardloop.errors import CheckpointError, LayoutError
 from shardloop.hf.shards import TensorSpec
@@ -37,7 +37,7 @@ CHECKPOINT_VERSION = 3.0
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 
 
-class MegatronReader:
+class MegatronReader(UnchunkedReader):
     format = "megatron"
 
     def __init__(self, path: Path, spec: str | None) -> None:
@@ -69,15 +69,6 @@ class MegatronReader:
             name: Stored(tuple(tensor.shape), tensor.dtype, (file,))
             for name, tensor in self._ranks[rank].items()
         }
-
-    def chunks(self, rank: int, name: str) -> Iterator[tuple[Box, Path]]:
-        stored = self.tensors(rank)[name]
-        yield whole(stored.shape), stored.files[0]
-
-    def everything(self) -> Iterator[tuple[int, str, Stored]]:
-        for rank in range(self.num_ranks):
-            for name, stored in self.tensors(rank).items():
-                yield rank, name, stored
 
     def read(self, rank: int, name: str, box: Box) -> Tensor:
         part: Tensor = box_of(self._ranks[rank][name], box)

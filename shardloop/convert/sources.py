@@ -121,7 +121,8 @@ def model_of(config: Mapping[str, Any]) -> CanonicalModel:
     if quantised is None:
         return model
     told = quantised if isinstance(quantised, Mapping) else {}
-    sizes = told.get("weight_block_size") or []
+    sizes = told.get("weight_block_size")
+    sizes = sizes if isinstance(sizes, list) else []
     if told.get("quant_method") != "fp8" or len(sizes) != 2 or sizes[0] != sizes[1]:
         raise ModelError(
             f"quantization_config={quantised}; only fp8 in square blocks (weight_block_size) is "

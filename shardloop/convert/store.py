@@ -6,6 +6,7 @@ files until they are sliced, so `View.of` of a plan reads no more than its box.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -31,10 +32,7 @@ class Stored(NamedTuple):
 
     @property
     def num_elements(self) -> int:
-        size = 1
-        for length in self.shape:
-            size *= length
-        return size
+        return prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
@@ -71,6 +69,19 @@ class Reader(Protocol):
         these names as well."""
 
 
+class UnchunkedReader(Reader):
+    """A format that keeps each local tensor whole, in one file."""
+
+    def chunks(self, rank: int, name: str) -> Iterator[tuple[Box, Path]]:
+        stored = self.tensors(rank)[name]
+        yield whole(stored.shape), stored.files[0]
+
+    def everything(self) -> Iterator[tuple[int, str, Stored]]:
+        for rank in range(self.num_ranks):
+            for name, stored in self.tensors(rank).items():
+                yield rank, name, stored
+
+
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
     """A stored tensor that can be sliced."""
@@ -80,8 +91,8 @@ class LazyTensor:
     name: str
     on_read: Callable[[int], None]
 
-    def __getitem__(self, slices: Sequence[slice]) -> Tensor:
-        box = tuple((part.start, part.stop) for part in slices)
+    def __getitem__(self, slices: Sequence[slice | int]) -> Tensor:
+        box = tuple(map(_run, slices))
         part = self.reader.read(self.rank, self.name, box)
         self.on_read(part.nbytes)
         return part
@@ -111,16 +122,15 @@ def read_view(reader: Reader, rank: int, view: View) -> Tensor:
     """The elements of a view. Only its own bytes are read, where each local dim is one of them."""
     if view.inner and len(view.shape) == len(view.slices):
         pairs = zip(view.slices, view.inner, strict=True)
-        box = tuple((_start(a) + b.start, _start(a) + b.stop) for a, b in pairs)
+        box = tuple((_run(a)[0] + b.start, _run(a)[0] + b.stop) for a, b in pairs)
         return reader.read(rank, view.local_name, box)
     part: Tensor = view.of(StoredTensors(reader, rank, lambda num_bytes: None))
     return part
 
 
-def _start(part: slice | int) -> int:
+def _run(part: slice | int) -> tuple[int, int]:
     assert isinstance(part, slice), "checkpoints hold no stacked experts"
-    start: int = part.start
-    return start
+    return part.start, part.stop
 
 
 def listed(faults: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shardloop.convert.damage import damaged
-from shardloop.convert.store import Stored, whole
+from shardloop.convert.store import Stored, UnchunkedReader
 from shardloop.convert.torch_files import load_torch_file, plain
 from shardloop.errors import CheckpointError
 from shardloop.layout.layout import Box
@@ -46,7 +46,7 @@ class Flat(NamedTuple):
         return self.parts[0].dtype if self.parts else torch.float32
 
 
-class Zero3Reader:
+class Zero3Reader(UnchunkedReader):
     format = "zero3"
 
     def __init__(self, path: Path) -> None:
@@ -87,15 +87,6 @@ class Zero3Reader:
             name: Stored((flat.size,), flat.dtype, (flat.file,))
             for name, flat in self._ranks[rank].items()
         }
-
-    def chunks(self, rank: int, name: str) -> Iterator[tuple[Box, Path]]:
-        stored = self.tensors(rank)[name]
-        yield whole(stored.shape), stored.files[0]
-
-    def everything(self) -> Iterator[tuple[int, str, Stored]]:
-        for rank in range(self.num_ranks):
-            for name, stored in self.tensors(rank).items():
-                yield rank, name, stored
 
     def read(self, rank: int, name: str, box: Box) -> Tensor:
         ((lo, hi),) = box

@@ -55,7 +55,17 @@ class Engine(Protocol):
         ...
 
     def begin_update(self, version: int) -> None:
-        """Until `commit_update` the weights may be half new and nothing runs. Again: start over."""
+        """Until `commit_update` the weights may be half new and nothing runs. Again: start over.
+
+        Where it raises, it has opened no update.
+        """
+        ...
+
+    def cancel_update(self) -> None:
+        """Nothing has been written since `begin_update`: what ran before it runs again.
+
+        An update that it took over, which may have written before, stays open.
+        """
         ...
 
     def write(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -11,6 +11,9 @@ Held by every engine. Floor 2.
                                    │
                                    └─an update─▶ asleep, cache freed
 
+    updating, nothing written yet ──cancel_update──▶ as before: with the old weights, or without any
+    updating, after another update that was not committed ──cancel_update──▶ updating
+
 Only a ready engine runs. Requests may be submitted, aborted and resumed at any time; those in
 flight survive an update and a sleep, and each token says in version_T which weights made it. A
 sleeping engine takes an update without waking.
@@ -33,11 +36,13 @@ class Gate:
         self.version = NO_WEIGHTS
         self.asleep: SleepLevel | None = None
         self._next: int | None = None
+        self._half_written = False
         self._discarded = False
 
     def begin(self, version: int) -> None:
         if type(version) is not int or version < 0:
             raise UsageError(f"begin_update: version={version!r}; choose a whole number from 0 up")
+        self._half_written = self._next is not None
         self._next = version
         if self.asleep:
             self.asleep = "cache"
@@ -46,6 +51,11 @@ class Gate:
         self.check_updating("commit_update")
         assert self._next is not None, "check_updating has seen an open update"
         self.version, self._next, self._discarded = self._next, None, False
+
+    def cancel(self) -> None:
+        self.check_updating("cancel_update")
+        if not self._half_written:
+            self._next = None
 
     def sleep(self, level: SleepLevel) -> None:
         if level not in get_args(SleepLevel):

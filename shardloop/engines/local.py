@@ -145,10 +145,17 @@ class LocalEngine:
 
     def begin_update(self, version: int) -> None:
         self._gate.begin(version)
-        restore_memory(self._layout, self._rank, self.tensors())
+        try:
+            restore_memory(self._layout, self._rank, self.tensors())
+        except BaseException:
+            self._gate.cancel()
+            raise
         self._prefixes.clear()
         self._slots.drop_cache()
         self._stale = len(self._slots) > 0
+
+    def cancel_update(self) -> None:
+        self._gate.cancel()
 
     def sleep(self, level: SleepLevel) -> None:
         self._gate.sleep(level)

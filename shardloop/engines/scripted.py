@@ -141,6 +141,9 @@ class ScriptedEngine:
     def begin_update(self, version: int) -> None:
         self._gate.begin(version)
 
+    def cancel_update(self) -> None:
+        self._gate.cancel()
+
     def write(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         self._gate.check_updating("write")
         copy_pairs(pairs)

@@ -14,10 +14,15 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
+from shardloop.errors import ModelError
+
 LAYER_PREFIX = "model.layers.{layer}."
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}
 """Bytes of an element, by the dtypes that a class may name."""
+MOST_ELEMENTS = 2**44 - 1
+"""Plans, proofs and costs count in 64 bits: the bytes of so many elements of 8 bytes, on each of
+`layout.parse.MOST_RANKS` ranks, come to less than 2^63."""
 
 
 class Dim(NamedTuple):
@@ -91,6 +96,9 @@ class CanonicalModel:
     """A model as its Hugging Face state dict: names, shapes and the meaning of each dim.
 
     With tied embeddings there is no `lm_head.weight`: the head uses `model.embed_tokens.weight`.
+
+    Raises:
+        ModelError: it has more than `MOST_ELEMENTS` elements.
     """
 
     name: str
@@ -107,6 +115,15 @@ class CanonicalModel:
     units: Mapping[str, int]
     """By the same meanings: how many parts it has that no layout may cut (heads, else elements)."""
     classes: tuple[TensorClass, ...]
+
+    def __post_init__(self) -> None:
+        if self.num_parameters > MOST_ELEMENTS:
+            largest = max(self.classes, key=lambda c: c.num_elements)
+            raise ModelError(
+                f"model {self.name} has {self.num_parameters:,} elements, most of them "
+                f"{largest.template} {list(largest.shape)}; choose sizes for at most "
+                f"{MOST_ELEMENTS:,}"
+            )
 
     @cached_property
     def class_of(self) -> dict[str, TensorClass]:

@@ -5,6 +5,7 @@ Latent attention (MLA): k and v of all heads are made from one latent per token,
 extra layer for predicting several tokens (MTP), which checkpoints keep after the last, is left out.
 """
 
+from shardloop.families.rows import LAYER_NORMS, gated_mlp
 from shardloop.families.table import Family, Row, Size
 
 DEEPSEEK_V3 = Family(
@@ -30,18 +31,11 @@ DEEPSEEK_V3 = Family(
         Row("self_attn.kv_a_layernorm.weight", "kv_latent"),
         Row("self_attn.kv_b_proj.weight", "mla_kv kv_latent"),
         Row("self_attn.o_proj.weight", "hidden mla_v"),
-        Row("mlp.gate_proj.weight", "intermediate hidden", layers="dense"),
-        Row("mlp.up_proj.weight", "intermediate hidden", layers="dense"),
-        Row("mlp.down_proj.weight", "hidden intermediate", layers="dense"),
+        *gated_mlp("mlp", "intermediate", layers="dense"),
         Row("mlp.gate.weight", "experts hidden", layers="moe"),
         Row("mlp.gate.e_score_correction_bias", "experts", layers="moe", dtype="float32"),
-        Row("mlp.experts.{expert}.gate_proj.weight", "expert_intermediate hidden", layers="moe"),
-        Row("mlp.experts.{expert}.up_proj.weight", "expert_intermediate hidden", layers="moe"),
-        Row("mlp.experts.{expert}.down_proj.weight", "hidden expert_intermediate", layers="moe"),
-        Row("mlp.shared_experts.gate_proj.weight", "shared_intermediate hidden", layers="moe"),
-        Row("mlp.shared_experts.up_proj.weight", "shared_intermediate hidden", layers="moe"),
-        Row("mlp.shared_experts.down_proj.weight", "hidden shared_intermediate", layers="moe"),
-        Row("input_layernorm.weight", "hidden"),
-        Row("post_attention_layernorm.weight", "hidden"),
+        *gated_mlp("mlp.experts.{expert}", "expert_intermediate", layers="moe"),
+        *gated_mlp("mlp.shared_experts", "shared_intermediate", layers="moe"),
+        *LAYER_NORMS,
     ),
 )

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from shardloop.errors import ModelError
+from shardloop.types import shorten
 
 MOST = 2**31 - 1
+LONGEST_VALUE = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,8 @@ class Fields:
 
     def refuse(self, key: str, reason: str) -> NoReturn:
         joint = " " if reason.startswith("is ") else "; "
-        raise ModelError(f"{self.where}: {key}={self.values.get(key)!r}{joint}{reason}")
+        value = shorten(repr(self.values.get(key)), LONGEST_VALUE)
+        raise ModelError(f"{self.where}: {key}={value}{joint}{reason}")
 
     def _given(self, key: str) -> Any:
         if not self.has(key):

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from shardloop.errors import ModelError
 from shardloop.families.base import CanonicalModel, Dim, TensorClass
+from shardloop.families.fields import MOST
 
 SCALE = "_scale_inv"
 """What a scale's key has after that of its weight."""
@@ -23,10 +24,10 @@ def with_block_fp8(model: CanonicalModel, *, block: int = 128) -> CanonicalModel
     elements i * block up to (i + 1) * block of the weight, of which the last block may have fewer.
 
     Raises:
-        ModelError: `block` is not positive, or the model is in FP8 already.
+        ModelError: `block` is no whole number from 1 to `MOST`, or the model is in FP8 already.
     """
-    if block < 1:
-        raise ModelError(f"block={block}; it must be at least 1")
+    if type(block) is not int or not 1 <= block <= MOST:
+        raise ModelError(f"block={block!r}; it must be a whole number from 1 to {MOST}")
     if any(c.key.endswith(SCALE) for c in model.classes):
         raise ModelError(f"model {model.name} is in FP8 already; give the model without scales")
     classes = tuple(made for c in model.classes for made in _quantised(c, block))

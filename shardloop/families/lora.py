@@ -11,6 +11,9 @@ from dataclasses import replace
 from shardloop.errors import ModelError
 from shardloop.families.base import CanonicalModel, Dim, TensorClass
 
+MOST_RANK = 2**16
+"""Of factors: more than any layer is wide."""
+
 
 def with_lora(model: CanonicalModel, *, rank: int, targets: Sequence[str]) -> CanonicalModel:
     """The model and the factors of its linear layers named in `targets`.
@@ -20,8 +23,8 @@ def with_lora(model: CanonicalModel, *, rank: int, targets: Sequence[str]) -> Ca
             has one is adapted. The factors have the names PEFT gives them in adapter files, less
             their prefix `base_model.model.`.
     Raises:
-        ModelError: `rank` is not positive, there are no targets, the model has no such linear
-            layer, or it has factors already.
+        ModelError: `rank` is not from 1 to `MOST_RANK`, there are no targets, the model has no such
+            linear layer, or it has factors already.
     """
     factors = lora_adapter(model, rank=rank, targets=targets)
     return replace(factors, classes=(*model.classes, *factors.classes))
@@ -36,8 +39,8 @@ def lora_adapter(model: CanonicalModel, *, rank: int, targets: Sequence[str]) ->
         for target in targets
         if target not in allowed
     ]
-    if rank < 1:
-        faults.append(f"rank={rank}; it must be at least 1")
+    if not 1 <= rank <= MOST_RANK:
+        faults.append(f"rank={rank}; choose a rank from 1 to {MOST_RANK}")
     if not targets:
         faults.append(f"no targets; choose some of {', '.join(allowed)}")
     if "lora_rank" in model.sizes:

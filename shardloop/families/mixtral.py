@@ -3,6 +3,7 @@
 Floor 1.
 """
 
+from shardloop.families.rows import LAYER_NORMS
 from shardloop.families.table import Family, Row, Size
 
 MIXTRAL = Family(
@@ -20,7 +21,6 @@ MIXTRAL = Family(
         Row("block_sparse_moe.experts.{expert}.w1.weight", "expert_intermediate hidden"),
         Row("block_sparse_moe.experts.{expert}.w2.weight", "hidden expert_intermediate"),
         Row("block_sparse_moe.experts.{expert}.w3.weight", "expert_intermediate hidden"),
-        Row("input_layernorm.weight", "hidden"),
-        Row("post_attention_layernorm.weight", "hidden"),
+        *LAYER_NORMS,
     ),
 )

@@ -1,5 +1,6 @@
 """The Qwen2 family as a table: q, k and v have biases. Read by `shardloop.families`. Floor 1."""
 
+from shardloop.families.rows import LAYER_NORMS, gated_mlp
 from shardloop.families.table import Family, Row
 
 QWEN2 = Family(
@@ -12,10 +13,7 @@ QWEN2 = Family(
         Row("self_attn.v_proj.weight", "kv hidden"),
         Row("self_attn.v_proj.bias", "kv"),
         Row("self_attn.o_proj.weight", "hidden q"),
-        Row("mlp.gate_proj.weight", "intermediate hidden"),
-        Row("mlp.up_proj.weight", "intermediate hidden"),
-        Row("mlp.down_proj.weight", "hidden intermediate"),
-        Row("input_layernorm.weight", "hidden"),
-        Row("post_attention_layernorm.weight", "hidden"),
+        *gated_mlp("mlp", "intermediate"),
+        *LAYER_NORMS,
     ),
 )

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from shardloop.errors import LayoutError
 from shardloop.families.base import TensorClass
-from shardloop.layout.parse import MOST_RANKS, WITHOUT_RANKS, LayoutSpec
+from shardloop.layout.parse import MOST_FLAT_RANKS, MOST_RANKS, WITHOUT_RANKS, LayoutSpec
 from shardloop.layout.tables import Axis, Mesh, make_mesh
 
 DENSE = ("fsdp", "zero3", "tp")
@@ -89,8 +89,9 @@ def make_grids(spec: LayoutSpec) -> Grids:
     else:
         dense = expert = axes
     num_ranks = prod(size for _, size in dense)
-    if num_ranks > MOST_RANKS:
-        raise LayoutError(f"layout {spec} has {num_ranks} ranks; choose at most {MOST_RANKS}")
+    most = MOST_FLAT_RANKS if spec.names("zero3") else MOST_RANKS
+    if num_ranks > most:
+        raise LayoutError(f"layout {spec} has {num_ranks} ranks; choose at most {most}")
     return Grids(Grid(make_mesh(tuple(dense))), Grid(make_mesh(tuple(expert))))
 
 

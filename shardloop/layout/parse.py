@@ -25,10 +25,15 @@ AXES = {
 """
 KINDS = {"hf": "a training", "megatron": "a Megatron", "engine": "an engine"}
 """What a layout of each scheme is called in messages."""
-EXAMPLES = {"hf": "fsdp=2", "megatron": "tp=2", "engine": "tp=2"}
+EXAMPLES = {"hf": "fsdp=2", "megatron": "megatron:tp=2", "engine": "engine:tp=2"}
 DEFAULT_SCHEME = "hf"
 WITHOUT_RANKS = ("vpp",)
-MOST_RANKS = 2**20
+MOST_RANKS = 2**16
+"""A plan between two layouts of so many ranks takes seconds to minutes, and its table of bytes by
+pair still fits."""
+MOST_FLAT_RANKS = 2**14
+"""With zero3 every rank begins and ends amid rows of every tensor: a plan grows with ranks times
+kinds of tensors (DeepSeek-V3 on so many: some ten seconds and 2 GB)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,8 @@ def parse_layout(spec: str) -> LayoutSpec:
 
     Raises:
         LayoutError: unknown scheme or axis, an axis named twice, a size that is not from 1 to
-            `MOST_RANKS`, axes that exclude each other. All faults are named.
+            `MOST_RANKS` (of zero3 `MOST_FLAT_RANKS`), axes that exclude each other. All faults are
+            named.
     """
     scheme, colon, body = spec.rpartition(":")
     scheme = scheme.strip() if colon else DEFAULT_SCHEME
@@ -85,21 +91,27 @@ def parse_layout(spec: str) -> LayoutSpec:
 
 def _item_faults(scheme: str, name: str, equals: str, size: str) -> list[str]:
     allowed = ", ".join(AXES[scheme])
+    if name in AXES:
+        return [f"{name!r} is a scheme, which needs axes; {_example(name)}"]
     if not equals:
-        return [
-            f"{name!r} is not axis=size; write for example {EXAMPLES[scheme]}, with axes of "
-            f"{scheme} from {allowed}"
-        ]
+        hint = "" if name in AXES[scheme] else _hint(name, (*AXES[scheme], *AXES))
+        return [f"{name!r} is not axis=size{hint}; {_example(scheme)}"]
     faults = []
     if name not in AXES[scheme]:
         faults.append(
             f"{KINDS[scheme]} layout has no axis {name!r}{_hint(name, AXES[scheme])}; choose from "
             f"{allowed}"
         )
-    is_whole = size.isascii() and size.isdigit() and len(size) <= len(str(MOST_RANKS))
-    if not is_whole or not 1 <= int(size) <= MOST_RANKS:
-        faults.append(f"{name}={size}; choose a whole number from 1 to {MOST_RANKS}")
+    most = MOST_FLAT_RANKS if name == "zero3" else MOST_RANKS
+    is_whole = size.isascii() and size.isdigit() and len(size) <= len(str(most))
+    if not is_whole or not 1 <= int(size) <= most:
+        faults.append(f"{name}={size}; choose a whole number from 1 to {most}")
     return faults
+
+
+def _example(scheme: str) -> str:
+    axes = ", ".join(AXES[scheme])
+    return f"write for example {EXAMPLES[scheme]}, with axes of {scheme} from {axes}"
 
 
 def _hint(name: str, allowed: tuple[str, ...]) -> str:

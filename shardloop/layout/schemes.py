@@ -12,7 +12,7 @@ from shardloop.layout.grid import expert_tp, make_grids
 from shardloop.layout.hf import hf_tensors
 from shardloop.layout.layout import Layout, LocalTensor
 from shardloop.layout.megatron import megatron_faults, megatron_tensors
-from shardloop.layout.parse import LayoutSpec, parse_layout
+from shardloop.layout.parse import MOST_RANKS, LayoutSpec, parse_layout
 from shardloop.layout.stages import stage_faults
 from shardloop.layout.tp import OF_EXPERTS, UNITS, tp_faults
 
@@ -67,7 +67,8 @@ def _expert_faults(model: CanonicalModel, spec: LayoutSpec) -> list[str]:
     if ep > max(num_experts, 1):
         return [f"ep={ep} is more than the {num_experts} experts; choose ep up to {num_experts}"]
     if spec.scheme not in UNEVEN_EXPERTS and num_experts % ep:
-        allowed = [str(n) for n in range(1, num_experts + 1) if num_experts % n == 0]
+        most = min(num_experts, MOST_RANKS)
+        allowed = [str(n) for n in range(1, most + 1) if num_experts % n == 0]
         return [
             f"ep={ep} does not divide num_experts={num_experts}; choose ep from "
             f"{', '.join(allowed)}"

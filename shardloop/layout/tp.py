@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from math import prod
 
 from shardloop.families.base import CanonicalModel, Dim
+from shardloop.layout.parse import MOST_RANKS
 from shardloop.layout.strips import Strips, blocks, cat, pick, split, whole
 from shardloop.layout.tables import Axis, Cut
 
@@ -61,6 +62,7 @@ def tp_faults(model: CanonicalModel, axis: str, size: int, meanings: Sequence[st
     if not faults:
         return []
     most = max(model.units[meaning] for meaning in meanings if meaning in model.units)
+    most = min(most, MOST_RANKS)
     allowed = [str(n) for n in range(1, most + 1) if not _unit_faults(model, axis, n, meanings)]
     return [f"{', '.join(faults)}; choose {axis} from {', '.join(allowed)}"]
 

@@ -17,7 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from shardloop.errors import CheckpointError, PlanError, ShardloopError, WorkerDied, WorkerTimeout
+from shardloop.errors import (
+    CheckpointError,
+    PlanError,
+    ShardloopError,
+    WorkerDied,
+    WorkerError,
+    WorkerTimeout,
+)
 
 T = TypeVar("T")
 
@@ -78,6 +85,51 @@ def agree(
             f"{what} did not start: the ranks disagree; this rank has {same}; "
             "pass equal values on all ranks"
         )
+
+
+def act_together(
+    group: dist.ProcessGroup, action: Callable[[], T], *, what: str, same: str, timeout_s: float
+) -> T:
+    """Collective over `group`: `action` on each rank; if it fails on any, fail on all at once.
+
+    Args:
+        what, same: as in `agree`.
+    Raises:
+        ShardloopError: what `action` raised on this rank; a WorkerError where that is none of ours.
+        OtherRankRefused: on the others, naming each rank that failed and why.
+        PlanError, WorkerDied, WorkerTimeout: as `agree`.
+    """
+    result, fault = None, None
+    try:
+        result = action()
+    except ShardloopError as error:
+        fault = error
+    except Exception as error:
+        fault = WorkerError(f"{what}: {type(error).__name__} on rank {dist.get_rank()}: {error}")
+        fault.__cause__ = error
+    try:
+        agree(group, fault=fault, same=same, what=what, timeout_s=timeout_s)
+    except ShardloopError as error:
+        if error is not fault and not isinstance(error, OtherRankRefused):
+            raise
+        reasons = _reasons(group, fault, what=what, timeout_s=timeout_s)
+        if error is fault:
+            raise
+        raise OtherRankRefused(f"{error}: {reasons}") from None
+    return result  # type: ignore[return-value]
+
+
+def _reasons(
+    group: dist.ProcessGroup, fault: ShardloopError | None, *, what: str, timeout_s: float
+) -> str:
+    """Collective over `group`: which ranks have a fault, and each one's."""
+    mine = None if fault is None else f"rank {dist.get_rank()}: {type(fault).__name__}: {fault}"
+    reasons: list[str | None] = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(reasons, mine, group=group)
+    except RuntimeError as error:
+        raise named_error(error, f"the reasons against {what}", timeout_s) from error
+    return "; ".join(reason for reason in reasons if reason is not None)
 
 
 def together(group: dist.ProcessGroup, action: Callable[[], T], *, path: Path) -> T:

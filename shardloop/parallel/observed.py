@@ -1,9 +1,9 @@
 """The layout of live tensors, read from their placements. Floor 3.
 
-Called by tests and by whoever holds a state dict of DTensors from elsewhere.
+Called by the trainer, and by whoever holds a state dict of DTensors from elsewhere.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,17 +14,34 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardloop.errors import LayoutError
 from shardloop.families import CanonicalModel
 from shardloop.layout import Layout
-from shardloop.layout.observed import Placed, Shard, layout_of_placements
+from shardloop.layout.observed import Placed, Shard, differences, layout_of_placements
 
 
-def layout_of_state_dict(model: CanonicalModel, state: Mapping[str, Tensor]) -> Layout:
+def check_placed(declared: Layout, state: Mapping[str, Tensor], *, ranks: Sequence[int]) -> None:
+    """No rank talks to another; the arguments are those of `layout_of_state_dict`.
+
+    Raises:
+        LayoutError: torch has placed tensors otherwise than the layout says; they are named.
+    """
+    found = differences(declared, layout_of_state_dict(declared.model, state, ranks=ranks))
+    if found:
+        raise LayoutError(
+            f"torch has placed {len(found)} tensors otherwise than layout {declared.spec} says; "
+            f"the first: {'; '.join(found[:3])}"
+        )
+
+
+def layout_of_state_dict(
+    model: CanonicalModel, state: Mapping[str, Tensor], *, ranks: Sequence[int] | None = None
+) -> Layout:
     """What every rank holds of a model, from one rank's DTensors; no rank talks to another.
 
     Args:
         state: by Hugging Face name; tensors that are no DTensors are whole on every rank.
+        ranks: the global ranks, in the order of the layout; None: 0 to W-1.
     Raises:
         LayoutError: as `layout_of_placements`; or a tensor is a partial sum, is placed in a way
-            that is not known, or its mesh is not ranks 0 to W-1 in order.
+            that is not known, or its mesh has other ranks, or in another order.
     """
     meshes = [t.device_mesh for t in state.values() if isinstance(t, DTensor)]
     everywhere = _axes(meshes[0]) if meshes else (("dp", 1),)
@@ -35,7 +52,7 @@ def layout_of_state_dict(model: CanonicalModel, state: Mapping[str, Tensor]) -> 
             placed[name] = Placed(tuple(tensor.shape), everywhere, nowhere)
             continue
         try:
-            placed[name] = _placed(tensor)
+            placed[name] = _placed(tensor, ranks)
         except LayoutError as error:
             faults.append(f"{name} {error}")
     if faults:
@@ -43,11 +60,12 @@ def layout_of_state_dict(model: CanonicalModel, state: Mapping[str, Tensor]) -> 
     return layout_of_placements(model, placed)
 
 
-def _placed(tensor: DTensor) -> Placed:
+def _placed(tensor: DTensor, ranks: Sequence[int] | None) -> Placed:
     mesh = tensor.device_mesh
-    ranks = mesh.mesh.flatten().tolist()
-    if ranks != list(range(len(ranks))):
-        raise LayoutError(f"lies on ranks {ranks}; they must be 0 to {len(ranks) - 1} in order")
+    found = mesh.mesh.flatten().tolist()
+    wanted = list(range(len(found)) if ranks is None else ranks)
+    if found != wanted:
+        raise LayoutError(f"lies on ranks {found}; they must be {wanted}")
     return Placed(tuple(tensor.shape), _axes(mesh), tuple(map(_shard, tensor.placements)))
 
 

@@ -36,6 +36,7 @@ Called by `shardloop.weight_sync` after each transfer.
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -59,13 +60,19 @@ PAIRS = 1 << 14
 """Where the dims of weights would be, for the factors of pairs."""
 
 
+class Sliceable(Protocol):
+    """A local tensor, in memory or still in its file."""
+
+    def __getitem__(self, slices: tuple[slice | int, ...], /) -> Tensor: ...
+
+
 def num_prints(copies: Copies) -> int:
     """Rows of `local_fingerprints`: few, and the same for any number of ranks."""
     return NUM_PRINTS * copies.most_sources
 
 
 def local_fingerprints(
-    copies: Copies, rank: int, tensors: Mapping[str, Tensor], *, dtype: torch.dtype
+    copies: Copies, rank: int, tensors: Mapping[str, Sliceable], *, dtype: torch.dtype
 ) -> Tensor:
     """This rank's share of every fingerprint; the wrapping sum over all ranks gives them.
 

@@ -1,8 +1,9 @@
 """A line between two processes of one host, for small messages and descriptors. Floor 3.
 
 Called by `transport.shm`. A Unix socket: a wait is bounded and sleeps, and when the other process
-dies the line is closed by the system, so its peer sees it at once. The sockets have abstract names,
-which vanish with them.
+dies the line is closed by the system, so its peer sees it at once. No program that a rank starts
+inherits a line or a file that came by one; a rank forks no child that would keep them. The sockets
+have abstract names, which vanish with them.
 """
 
 import os
@@ -101,6 +102,8 @@ class Channel:
                 raise self._named(error, what) from error
             if not more:
                 raise self._named(ConnectionResetError("closed by the other rank"), what)
+            for file in came:
+                os.set_inheritable(file, False)  # as received, it is
             data, files = data + more, files + came
         return TOKEN.unpack(data)[0], files[0] if files else None
 

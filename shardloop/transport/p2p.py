@@ -97,11 +97,13 @@ class P2P:
     def move(self, src: Tensors | None, dst: Tensors | None) -> TransferReport:
         """See `Transport.move`."""
         start = time.perf_counter()
-        local_bytes = copy_local(self._share, src, dst)
+        local_bytes = 0
         pending, passing = Posted(), Posted()
         for turn, step in enumerate((*self._share.steps, *DRAIN)):
             passing.finish(self._timeout_s)  # its buffer is the one that `turn` receives into
             posted = self._post_step(turn, step, src or {}, dst or {})
+            if turn == 0:
+                local_bytes = copy_local(self._share, src, dst)  # while messages are on their way
             pending.finish(self._timeout_s)
             passing = self._pass_on(pending)
             pending.unpack()

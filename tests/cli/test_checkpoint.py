@@ -107,6 +107,58 @@ def test_verify_against_names_what_differs(model, tmp_path, capsys) -> None:
     assert "1 tensors differ:\n  model.layers.2.mlp.experts.3.down_proj.weight differs" in text
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads=0; it must be a whole number from 1 to"),
+        ({"num_attention_heads": -4}, "num_attention_heads=-4; it must be a whole number from 1"),
+        ({"hidden_size": "16"}, "hidden_size='16'; it must be a whole number from 1 to 2147483647"),
+        ({"num_experts": None}, "config.json has no num_experts; add it"),
+        ({"num_hidden_layers": 10**30}, "000; it must be a whole number from 1 to 2147483647"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads="),
+        ({"vocab_size": 2**31 - 1, "hidden_size": 2**31 - 1}, "choose sizes for at most"),
+    ],
+)
+def test_a_config_of_wrong_sizes_is_named_by_field(model, tmp_path, capsys, change, told) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    for arguments in (("verify", model), ("convert", model, tmp_path / "out")):
+        assert checkpoint(*arguments) == 2, arguments
+        captured = capsys.readouterr()
+        assert (captured.out, told in captured.err) == ("", True), captured.err
+    assert checkpoint("inspect", model) == 0, "the rest of it can be told"
+    text = capsys.readouterr().out
+    assert f"{'model':10}not known: " in text and told in text
+    assert checkpoint("inspect", model, "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["model"] is None and told in facts["model_unknown"]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"model_type": "gpt2"}, "model_type='gpt2' is not a known family; choose from llama, "),
+        ({"model_type": ["llama"]}, "model_type=['llama'] is not a known family"),
+        ({"quantization_config": {"quant_method": "awq"}}, "only fp8 in square blocks"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": 5}},
+            "only fp8 in square blocks",
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": ["a", "a"]}},
+            "block='a'; it must be a whole number from 1 to",
+        ),
+    ],
+)
+def test_elements_of_a_model_that_is_not_known_are_verified(model, capsys, change, told) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    assert checkpoint("verify", model) == 0
+    text = capsys.readouterr().out
+    assert "every element finite" in text and "names and shapes were not checked: " in text
+    assert told in text
+
+
 def test_mistakes_end_with_the_code_of_their_kind(model, tmp_path, capsys) -> None:
     out, other = tmp_path / "out", tmp_path / "other.json"
     other.write_text(json.dumps({**CONFIGS["qwen3_moe"], "num_experts": 8}))

@@ -1,8 +1,10 @@
 """The door answers without opening the house: version, help and mistakes need no torch."""
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,6 +78,54 @@ def test_output_that_cannot_be_written_is_one_error() -> None:
     assert done.returncode == 6
     assert done.stderr.startswith("error: cannot write to standard output: ")
     assert len(done.stderr.splitlines()) == 1
+
+
+PLAN = ("reshard", "plan", "--model", "Qwen3-0.6B", "--src", "fsdp=2", "--dst", "engine:tp=2")
+
+
+def shell(redirection: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command in a shell that sends or closes its streams."""
+    line = f'exec "{sys.executable}" -m shardloop "$@" {redirection}'
+    command = ["bash", "-c", line, "bash", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("arguments", [("--version",), (), ("reshard",), PLAN, ("eval", "--help")])
+def test_a_closed_output_is_one_error_before_anything_runs(arguments: tuple[str, ...]) -> None:
+    done = shell(">&-", *arguments)
+    assert done.returncode == 6
+    assert done.stderr == (
+        "error: cannot write to standard output: it is closed; add >/dev/null or >FILE\n"
+    )
+    assert shell(">&- 2>&-", *arguments).returncode == 6
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full", "<&-", "<&- 2>&-"])
+def test_errors_that_cannot_be_told_go_nowhere_and_keep_their_code(redirection: str) -> None:
+    assert shell(redirection, *PLAN[:-1], "engine:tp=3").stdout == ""
+    assert shell(redirection, *PLAN[:-1], "engine:tp=3").returncode == 2
+    assert shell(redirection, "nope").returncode == 2
+    done = shell(redirection, *PLAN, "--json", "-")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["format"] == "shardloop-reshard-plan"
+
+
+@pytest.mark.parametrize("redirection", ["<&- 2>&-", "2>/dev/full"])
+def test_a_file_is_written_where_nothing_can_be_told(tmp_path: Path, redirection: str) -> None:
+    path = tmp_path / "plan.json"
+    done = shell(redirection, *PLAN, "--json", str(path))
+    assert done.returncode == 0 and "proved: plan" in done.stdout
+    assert json.loads(path.read_text())["format"] == "shardloop-reshard-plan"
+
+
+def test_a_broken_pipe_of_the_command_itself_is_no_silent_end() -> None:
+    program = (
+        "from shardloop.cli import main as m\n"
+        "def broken(_): raise BrokenPipeError('a worker has gone')\n"
+        "m._answer = broken; m.main([])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "a worker has gone" in done.stderr
 
 
 def test_a_character_that_the_terminal_lacks_ends_nothing() -> None:

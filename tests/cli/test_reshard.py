@@ -6,14 +6,17 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardloop.cli.main import main
+from shardloop.cli.reshard import facts
 from shardloop.cli.reshard.facts import BUCKET_BYTES, spans
-from shardloop.cli.reshard.options import ranks_of
+from shardloop.cli.reshard.options import Options, asked, ranks_of
+from shardloop.cli.reshard.request import make
 from shardloop.reshard.cost import bytes_text
 from tests.repo.source import ROOT
 
@@ -119,6 +122,38 @@ def test_many_ranks_are_summarised(run) -> None:
     assert "from \\ to" not in out
     assert "largest pairs" in out and "busiest senders" in out
     assert "ranks 3, 5 send nothing" in out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--colocate",),
+        ("--src-ranks", "9,3,40-45", "--dst-ranks", "41,7,1,60-64"),
+        ("--src-ranks", "0-7", "--dst-ranks", "8-15"),
+    ],
+)
+def test_pairs_messages_and_staging_are_those_counted_one_by_one(
+    monkeypatch, tmp_path: Path, small: Path, options: tuple[str, ...]
+) -> None:
+    ranks = [ranks_of(text) for text in options[1::2]]
+    given = dict(zip(("src_ranks", "dst_ranks"), ranks, strict=True)) if ranks else {}
+    asked_for = Options(model=str(small), src="zero3=8", dst="engine:replicas=2,tp=4")
+    planned = make(replace(asked(asked_for), colocate=not ranks, **given))
+    pairs = planned.cost.pair_bytes
+    monkeypatch.setattr(facts, "BUCKET_BYTES", 500)
+    ends: Counter[int] = Counter()
+    for end in (0, 1):
+        for rank in {pair[end] for pair in pairs}:
+            most = max(size for pair, size in pairs.items() if pair[end] == rank)
+            ends[rank] += 2 * min(most, 500)
+    listed = sorted([[*pair, size] for pair, size in pairs.items()], key=lambda p: (-p[2], *p))
+    for most in (1, 5, 20, 1024):
+        monkeypatch.setattr(facts, "MAX_PAIRS", most)
+        told = facts.document(planned)["traffic"]
+        assert told["pair_bytes"] == listed[:most]
+    assert told["num_pairs"] == len(pairs)
+    assert told["num_messages"] == sum(-(-size // 500) for size in pairs.values())
+    assert told["staging_bytes"] == max(ends.values())
 
 
 def test_dtype_scales_the_bytes(run) -> None:
@@ -231,6 +266,7 @@ def test_file_that_is_no_plan_is_refused(run, tmp_path: Path, text: str, told: s
         ("colocate", True, "--colocate gives both layouts their ranks"),
         ("rank", True, "rank=True; it must be null or a whole number"),
         ("lost", [0.0], "lost=[0.0]; it must be whole numbers"),
+        ("src_ranks", [0, 1, 1, -2], "src-ranks: 1, -2 occur twice or are below 0"),
     ],
 )
 def test_request_in_a_file_has_the_limits_of_the_command_line(run, saved: Path, part, value, told):
@@ -248,7 +284,13 @@ def test_bytes_that_64_bits_cannot_count_are_refused(run, tmp_path: Path) -> Non
     path.write_text(json.dumps({**SMALL, **huge}))
     code, out, err = run("plan", "--model", path, "--src", "fsdp=2", "--dst", "engine:tp=2")
     assert (code, out) == (2, "")
-    assert "may come to 2**63 or more; plan for fewer ranks" in err
+    assert "most of them model.embed_tokens.weight [2147483647, 2147483640]; choose sizes" in err
+
+
+def test_more_pairs_of_ranks_than_can_be_counted_are_refused(run) -> None:
+    code, out, err = run("plan", *QWEN, "--src", "dp=65536", "--dst", "engine:replicas=8192")
+    assert (code, out) == (2, "")
+    assert "have 65,536 x 8,192 pairs of ranks" in err and "at most 268,435,456" in err
 
 
 @pytest.mark.parametrize(
@@ -264,12 +306,19 @@ def test_bytes_that_64_bits_cannot_count_are_refused(run, tmp_path: Path) -> Non
         (["--src-ranks", "0,1,1"], 2, "ranks '0,1,1': 1 occur twice"),
         (["--src-ranks", "1-0"], 2, "'1-0' runs backwards; write 0-1"),
         (["--src-ranks", "a"], 2, "'a' is no rank; write for example 0-3,8"),
-        (["--src-ranks", "0-99999999999"], 2, "choose ranks below 2097152"),
-        (["--src-ranks", "9" * 5000], 2, "choose ranks below 2097152"),
-        (["--src-ranks", "2097152,1"], 2, "'2097152'; choose ranks below 2097152"),
-        (["--src-ranks", "0-3"], 4, "give 2 different ranks >= 0"),
+        (["--src-ranks", "0-99999999999"], 2, "choose ranks below 131072"),
+        (["--src-ranks", "9" * 5000], 2, "choose ranks below 131072"),
+        (["--src-ranks", "131072,1"], 2, "'131072'; choose ranks below 131072"),
+        (["--src-ranks", "0-3"], 2, "src-ranks lists 4 ranks (0, 1, 2, 3), layout fsdp=2 has 2"),
+        (["--dst-ranks", "0-99999"], 2, "5, 6, 7, and 99992 more), layout engine:tp=2 has 2; list"),
+        (
+            ["--dst-ranks", "4", "--lost", "4"],
+            2,
+            "lost: 4 not among the 2 ranks of the source (0, 1)",
+        ),
+        (["--dst-ranks", "4", "--lost", "4"], 2, "lost: 4 among the ranks of the destination"),
         (["--colocate", "--dst-ranks", "0-1"], 2, "--colocate gives both layouts their ranks"),
-        (["--lost", "7"], 4, "lost=[7] are not in src_ranks"),
+        (["--lost", "7"], 2, "lost: 7 not among the 2 ranks of the source (0, 1)"),
         (["--lost", "1"], 4, "no rank holds all of these tensors"),
         (["--rank", "4"], 2, "rank=4 takes no part; choose from 0-3"),
         (["--gb-per-s", "0"], 2, "gb-per-s=0.0; choose a speed from 0.001 to 1e+06"),

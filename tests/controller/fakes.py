@@ -26,6 +26,10 @@ class InProcessGroup:
     def __init__(self, *objects: Any) -> None:
         self.objects = objects
         self.calls: list[str] = []
+        self.is_alive = True
+
+    def alive(self) -> bool:
+        return self.is_alive
 
     def call(self, method: str, *args: Any, collect: Collect = "all", **kwargs: Any) -> Any:
         self.calls.append(method)

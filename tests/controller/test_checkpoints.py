@@ -6,10 +6,17 @@ from typing import Any
 import pytest
 
 from shardloop.checkpoint import SaveReport
+from shardloop.checkpoint.notes import TRAINER_FILE
 from shardloop.config import CheckpointConfig
 from shardloop.controller.checkpoints import Checkpoints
 from shardloop.controller.events import Saved
-from shardloop.errors import CheckpointError, RewardError, TaskError, WorkerDied
+from shardloop.errors import (
+    CheckpointError,
+    PolicyDiverged,
+    RewardError,
+    TaskError,
+    WorkerDied,
+)
 from tests.controller.fakes import InProcessGroup
 
 RUN = Path("run")
@@ -21,7 +28,7 @@ class SavingRank:
 
     def __init__(self) -> None:
         self.done = False
-        self.fault: CheckpointError | None = None
+        self.fault: Exception | None = None
         self.calls: list[dict[str, Any]] = []
         self.complete: list[str] = []
 
@@ -88,13 +95,64 @@ def test_a_checkpoint_that_failed_in_the_background_ends_the_run(ask: str) -> No
     assert ranks.calls.count("save") == 1
 
 
-@pytest.mark.parametrize("fault", [RewardError("r"), TaskError("t"), WorkerDied("w")])
+@pytest.mark.parametrize("fault", [RewardError("r"), TaskError("t"), AssertionError("a")])
 def test_a_run_that_ends_by_a_fault_keeps_its_last_checkpoint_if_its_ranks_are_well(
     fault: Exception,
 ) -> None:
     checkpoints, ranks = made()
-    with pytest.raises(type(fault)), checkpoints.completed():
+    with pytest.raises(type(fault)) as caught, checkpoints.completed():
         list(checkpoints.save(1))
         raise fault
-    for rank in ranks.objects:
-        assert rank.complete == ([] if isinstance(fault, WorkerDied) else ["step-000001"])
+    assert [rank.complete for rank in ranks.objects] == [["step-000001"]] * 2
+    assert str(caught.value) == fault.args[0] and not hasattr(fault, "__notes__")
+
+
+def test_a_checkpoint_that_is_lost_with_its_ranks_is_named_behind_the_cause() -> None:
+    checkpoints, ranks = made()
+    with pytest.raises(PolicyDiverged) as caught, checkpoints.completed():
+        list(checkpoints.save(1))
+        ranks.is_alive = False
+        raise PolicyDiverged("not finite")
+    text = str(caught.value)
+    assert text.startswith("not finite\n") and "run/step-000001 was not complete yet" in text
+    assert "finish_save" not in ranks.calls, "nobody would answer"
+
+
+@pytest.mark.parametrize("fault", [WorkerDied("killed"), CheckpointError("disk full")])
+def test_what_ends_the_wait_for_a_checkpoint_is_said_once(fault: Exception) -> None:
+    """A rank that dies takes the checkpoint with it; a checkpoint that fails says so itself."""
+    checkpoints, ranks = made()
+    with pytest.raises(type(fault)) as caught, checkpoints.completed():
+        list(checkpoints.save(1))
+        for rank in ranks.objects:
+            rank.fault = fault
+        ranks.is_alive = False
+        list(checkpoints.finish())
+    is_lost = "run/step-000001 was not complete yet" in str(caught.value)
+    assert is_lost == isinstance(fault, WorkerDied)
+    assert str(caught.value).startswith(str(fault).splitlines()[0])
+
+
+def test_a_checkpoint_that_fails_besides_keeps_the_error_of_the_run() -> None:
+    """An error of ours tells it in its text, any other in a note."""
+    for fault in (RewardError("the reward broke"), ValueError("a fault of ours")):
+        checkpoints, ranks = made()
+        with pytest.raises(type(fault), match=str(fault)) as caught, checkpoints.completed():
+            list(checkpoints.save(1))
+            for rank in ranks.objects:
+                rank.fault = CheckpointError("disk full")
+            raise fault
+        notes = getattr(fault, "__notes__", [str(caught.value)])
+        assert "disk full" in notes[-1]
+
+
+def test_a_checkpoint_that_was_completed_meanwhile_is_not_called_lost(tmp_path: Path) -> None:
+    ranks = InProcessGroup(SavingRank())
+    checkpoints = Checkpoints(ranks, tmp_path, CheckpointConfig())  # type: ignore[arg-type]
+    with pytest.raises(WorkerDied) as caught, checkpoints.completed():
+        list(checkpoints.save(1))
+        (tmp_path / "step-000001").mkdir()
+        (tmp_path / "step-000001" / TRAINER_FILE).touch()
+        ranks.is_alive = False
+        raise WorkerDied("killed")
+    assert str(caught.value) == "killed"

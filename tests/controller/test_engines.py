@@ -9,10 +9,18 @@ import pytest
 
 from shardloop.config import EngineConfig
 from shardloop.controller.engines import Engines, deal
-from shardloop.controller.loop import take_weights
-from shardloop.errors import UsageError, WorkerError
+from shardloop.controller.loop import grpo_steps
+from shardloop.errors import PlanError, UsageError, WorkerError
 from shardloop.types import Completion, Request, SampleId, Sampling
-from tests.controller.fakes import InProcessGroup, RowEngine, engines_of
+from tests.controller.fakes import (
+    VOCAB,
+    DigitTask,
+    InProcessGroup,
+    RowEngine,
+    RowSync,
+    engines_of,
+    share_of_a,
+)
 from tests.controller.test_loop import CONFIG, World
 from tests.engines.models import make_engine, make_requests
 
@@ -168,10 +176,51 @@ def test_between_steps_the_caller_samples_after_taking_the_weights() -> None:
     requests = random_requests(1)
     with pytest.raises(UsageError, match="sleeping engine"):
         world.sampler.engine.generate(requests)
-    sync = InProcessGroup(world.sync)
-    take_weights(world.trainer_group, world.sampler.engine, sync)  # type: ignore[arg-type]
+    take_weights(world)
     completions = world.sampler.engine.generate(requests)
     assert {v for c in completions for v in c.version_T} == {world.trainer.version} == {1}
+
+
+def take_weights(world: World) -> int:
+    """As an evaluation does."""
+    groups: Any = world.trainer_group, InProcessGroup(world.sync)
+    return world.sampler.engine.take_weights(*groups)
+
+
+@pytest.mark.parametrize("level", ["never", "cache", "weights"])
+def test_each_version_is_moved_once_though_it_is_evaluated_and_trained(level: Any) -> None:
+    """What an evaluation has moved counts for the step that goes on with it."""
+    world = World(Sleeper())
+    groups: Any = {"trainer": world.trainer_group, "sync": InProcessGroup(world.sync)}
+    config = replace(CONFIG, engine=EngineConfig(sleep=level))
+    steps = grpo_steps(
+        sampler=world.sampler, task=DigitTask(), reward=share_of_a, config=config, **groups
+    )
+    assert take_weights(world) == take_weights(world) == 0
+    bytes_of_steps = []
+    for step in steps:
+        bytes_of_steps.append(step.metrics["wire_bytes"])
+        assert take_weights(world) == take_weights(world) == step.number
+        world.sampler.engine.generate(random_requests(1))
+    assert world.sync.versions == [0, 1, 2, 3, 4, 5, 6]
+    assert bytes_of_steps == [8 * VOCAB] * 6
+
+
+def test_a_sync_that_failed_is_made_again() -> None:
+    world, plain = World(), RowSync.sync
+
+    def broken(version: int) -> Any:
+        raise PlanError("refused")
+
+    take_weights(world)
+    world.trainer.advance_version()
+    world.sync.sync = broken  # type: ignore[method-assign]
+    with pytest.raises(PlanError):
+        take_weights(world)
+    world.trainer.version = 0  # the engine may hold anything by now
+    world.sync.sync = lambda version: plain(world.sync, version)  # type: ignore[method-assign]
+    assert take_weights(world) == 0
+    assert world.sync.versions == [0, 0]
 
 
 def test_all_replicas_sleep_and_wake() -> None:

@@ -8,6 +8,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardloop.errors import ModelError
 from shardloop.families import canonical_model
+from shardloop.families.base import MOST_ELEMENTS
+from shardloop.families.fp8 import with_block_fp8
+from shardloop.families.lora import with_lora
+from shardloop.layout.parse import MOST_RANKS
 from tests.layout.reference import tiny_config
 
 CONFIGS = [
@@ -55,6 +59,8 @@ def test_tensors_come_layer_by_layer() -> None:
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false'; it must be true or false"),
         ({"tie_word_embeddings": None}, "tie_word_embeddings=None; it must be true or false"),
         ({"attention_bias": 1}, "attention_bias=1; it must be true or false"),
+        ({"num_attention_heads": 10**30}, "000; it must be a whole number from 1 to 2147483647"),
+        ({"hidden_size": [1] * 10**6}, "1, 1]; it must be a whole number"),
         ({"head_dim": None, "hidden_size": 21}, "does not divide hidden_size=21"),
     ],
 )
@@ -62,3 +68,30 @@ def test_a_config_that_makes_no_model_is_refused(change: dict[str, Any], message
     with pytest.raises(ModelError) as error:
         canonical_model({**tiny_config(), **change})
     assert message in str(error.value)
+    assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"vocab_size": 2**31 - 1, "hidden_size": 2**31 - 8},
+        {"num_hidden_layers": 2**31 - 1, "intermediate_size": 2**14},
+        dict.fromkeys(("vocab_size", "intermediate_size", "num_hidden_layers"), 2**31 - 1),
+    ],
+)
+def test_a_model_whose_bytes_64_bits_cannot_count_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=r"elements, most of them .*; choose sizes for at most 17"):
+        canonical_model({**tiny_config(), **change})
+
+
+def test_bytes_of_the_largest_model_on_the_most_ranks_fit_64_bits() -> None:
+    assert MOST_ELEMENTS * 8 * MOST_RANKS < 2**63
+
+
+def test_factors_and_scales_are_held_to_the_bounds_of_their_model() -> None:
+    model = canonical_model({**tiny_config(), "num_hidden_layers": 2**31 - 1})
+    with pytest.raises(ModelError, match="choose sizes for at most"):
+        with_lora(model, rank=2**16, targets=["q_proj"])
+    for block in (0, 10**18, "128", True):
+        with pytest.raises(ModelError, match=rf"block={block!r}; it must be a whole number from 1"):
+            with_block_fp8(model, block=block)  # type: ignore[arg-type]

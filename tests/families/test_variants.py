@@ -87,11 +87,12 @@ def test_adapters_have_as_many_parameters_as_published_ones(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rank": 0}, "rank=0; it must be at least 1"),
+        ({"rank": 0}, "rank=0; choose a rank from 1 to 65536"),
+        ({"rank": 10**18}, "rank=1000000000000000000; choose a rank from 1 to 65536"),
         ({"targets": []}, "no targets; choose some of q_proj, k_proj, v_proj, o_proj, gate_proj"),
         ({"targets": ["q"]}, "target 'q' is no linear layer of model llama; choose from q_proj, k"),
         ({"targets": ["lm_head", "norm"], "rank": -1}, "target 'norm' is no linear layer"),
-        ({"targets": ["lm_head", "norm"], "rank": -1}, "rank=-1; it must be at least 1"),
+        ({"targets": ["lm_head", "norm"], "rank": -1}, "rank=-1; choose a rank from 1 to 65536"),
     ],
 )
 def test_a_wrong_adapter_is_refused_with_all_its_faults(
@@ -168,7 +169,7 @@ def test_an_adapter_on_an_fp8_model_is_not_quantised_and_neither_are_its_factors
 
 def test_what_cannot_be_quantised_is_refused() -> None:
     model = model_of("llama")
-    with pytest.raises(ModelError, match="block=0; it must be at least 1"):
+    with pytest.raises(ModelError, match="block=0; it must be a whole number from 1 to"):
         with_block_fp8(model, block=0)
     with pytest.raises(ModelError, match="llama is in FP8 already"):
         with_block_fp8(with_block_fp8(model))

@@ -1,5 +1,6 @@
 """Layouts read from live tensors and from a checkpoint's metadata agree with declared ones."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from shardloop.layout import Layout, make_layout
 from shardloop.layout.chunks import Chunk, layout_of_chunks
 from shardloop.layout.observed import Placed, Shard, differences, layout_of_placements
 from shardloop.parallel.context import RankContext
-from shardloop.parallel.observed import layout_of_state_dict
+from shardloop.parallel.observed import check_placed, layout_of_state_dict
 from shardloop.reshard.inprocess import execute_inprocess
 from shardloop.reshard.plan import plan_reshard
 from shardloop.reshard.verify import verify
@@ -86,8 +87,18 @@ def observe(context: RankContext, folder: Path) -> dict[str, Any]:
         layout_of_state_dict(model(), {**state, "model.embed_tokens.weight": partial})
     except LayoutError as error:
         found["partial"] = str(error)
+    found["placed"] = {spec: placement_fault(spec, state, range(4)) for spec in LIVE}
+    found["turned round"] = placement_fault(LIVE[-1], state, [3, 2, 1, 0])
     dist.barrier()
     return found
+
+
+def placement_fault(spec: str, state: dict[str, torch.Tensor], ranks: Sequence[int]) -> str | None:
+    try:
+        check_placed(make_layout(model(), spec), state, ranks=ranks)
+    except LayoutError as error:
+        return str(error)
+    return None
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +119,17 @@ def test_layout_of_live_tensors_is_the_declared_one(
     for found in observed:
         assert found[spec].tensors == declared.tensors
         assert differences(declared, found[spec]) == []
+
+
+def test_tensors_that_lie_otherwise_than_declared_are_named(
+    observed: list[dict[str, Any]],
+) -> None:
+    for found in observed:
+        assert found["placed"].pop(LIVE[-1]) is None
+        for spec, fault in found["placed"].items():
+            assert f"otherwise than layout {spec} says" in fault
+            assert "weight: rank " in fault and "declared is" in fault
+        assert "lies on ranks [0, 1, 2, 3]; they must be [3, 2, 1, 0]" in found["turned round"]
 
 
 def test_partial_sums_are_refused_by_name(observed: list[dict[str, Any]]) -> None:

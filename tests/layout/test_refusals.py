@@ -95,9 +95,22 @@ def test_more_megatron_ranks_than_rows_of_qkv_is_refused() -> None:
     make_layout(model, "engine:tp=4")
 
 
-def test_too_many_ranks_are_refused() -> None:
-    message = refusal(tiny_model(), "dp=1048576,fsdp=1048576")
-    assert "has 1099511627776 ranks; choose at most 1048576" in message
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("dp=65536,fsdp=65536", "has 4294967296 ranks; choose at most 65536"),
+        ("zero3=16384,tp=2", "has 32768 ranks; choose at most 16384"),
+    ],
+)
+def test_too_many_ranks_are_refused(spec: str, message: str) -> None:
+    assert message in refusal(tiny_model(), spec)
+
+
+def test_sizes_to_choose_from_are_no_more_than_ranks_there_can_be() -> None:
+    model = tiny_model(intermediate_size=2**31 - 1, hidden_size=4, head_dim=2)
+    assert refusal(model, "tp=2").endswith("choose tp from 1")
+    model = moe_model(num_experts=2**31 - 1)
+    assert refusal(model, "engine:ep=2").endswith("choose ep from 1")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 vLLM cannot live in our environment. SHARDLOOP_VLLM_PYTHON names the interpreter of one that has
 it; `benchmarks/vllm_env.sh` makes one. All cases run in one process there: vLLM starts slowly.
+
+vLLM 0.32 keeps experts one module deeper than our engine layouts and older releases name them:
+`mlp.experts.routed_experts.w13_weight` is our `mlp.experts.w13_weight`. The tests map the name.
 """
 
 import json
@@ -85,7 +88,6 @@ def test_every_rank_holds_what_the_loaders_of_vllm_put_there(
     ours = carried_out(plan_to(spec, config), random_weights(config))
     for rank, local in enumerate(ours):
         theirs = {
-            # releases since 0.3x keep the experts one module deeper
             key.replace(".experts.routed_experts.", ".experts."): weight
             for key, weight in load_file(
                 folders[name] / f"{tp}-{expert_parallel}-{rank}.safetensors"

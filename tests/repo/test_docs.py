@@ -4,7 +4,10 @@ import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -12,6 +15,7 @@ import shardloop
 from scripts.write_configuration import PAGE, page
 from shardloop import errors
 from shardloop.cli.main import COMMANDS, main
+from shardloop.config import TrainConfig
 from shardloop.presets import PRESETS
 from tests.repo.source import ROOT, floors
 
@@ -144,6 +148,27 @@ def test_newest_release_of_the_changelog_is_the_version() -> None:
 
 def test_configuration_page_is_current() -> None:
     assert text_of(PAGE) == page(), "run `make docs`"
+
+
+def values_of(config: type, prefix: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Flag and allowed values of each setting that is one of a few."""
+    for name, hint in get_type_hints(config).items():
+        flag = f"{prefix}{name.replace('_', '-')}"
+        if is_dataclass(hint):
+            yield from values_of(hint, f"{flag}.")
+        for kind in (hint, *get_args(hint)):
+            if get_origin(kind) is Literal:
+                yield flag, get_args(kind)
+
+
+def test_configuration_page_lists_every_value_that_may_be_chosen() -> None:
+    settings, _ = text_of(PAGE).split("## What the presets change")
+    lines = {line.split("`")[1]: line for line in settings.splitlines() if "| `--" in line}
+    told = dict(values_of(TrainConfig))
+    assert len(told) >= 18 and told["engine.sleep"] == ("never", "cache", "weights")
+    for flag, values in told.items():
+        wanted = ", ".join(f"`{value}`" for value in values)
+        assert lines[f"--{flag}"].endswith(f" One of {wanted}. |"), flag
 
 
 def test_configuration_page_names_real_flags(capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,6 +67,20 @@ SPECS = [
 ]
 
 
+ROUTES = [
+    ("fsdp=3", "engine:tp=4"),
+    ("dp=2,fsdp=2", "engine:replicas=2,tp=2"),
+    ("zero3=3,tp=2", "engine:tp=4"),
+    ("engine:tp=4", "megatron:pp=2,tp=2"),
+]
+
+
+def make(route: tuple[str, str]) -> Plan:
+    model = tiny_model("qwen3", num_attention_heads=8, num_key_value_heads=2, hidden_size=7)
+    src, dst = route
+    return plan_reshard(make_layout(model, src), make_layout(model, dst))
+
+
 def random_plans(rng: random.Random, number: int) -> list[Plan]:
     """Plans between random layouts, some written by hand, on the same ranks or on others."""
     plans: list[Plan] = []

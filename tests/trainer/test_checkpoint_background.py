@@ -20,7 +20,7 @@ from shardloop.errors import ShardloopError, WorkerDied
 from shardloop.parallel.context import RankContext
 from tests.harness import run_ranks
 from tests.models import make_folder
-from tests.trainer.test_checkpoint import (
+from tests.trainer.saving import (
     files_of_at_most,
     make_trainer,
     message,

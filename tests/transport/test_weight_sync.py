@@ -47,13 +47,17 @@ class ShardedEngine:
         self.weights = empty(layout, place, dtype=BF16)
         self.version: int | None = None
         self.refuses = False
+        self._before: int | None = None
         self._coming = -1
 
     def tensors(self) -> dict[str, Tensor]:
         return self.weights
 
     def begin_update(self, version: int) -> None:
-        self.version, self._coming = None, version
+        self._before, self.version, self._coming = self.version, None, version
+
+    def cancel_update(self) -> None:
+        self.version = self._before
 
     def commit_update(self) -> None:
         if self.refuses:

@@ -18,8 +18,10 @@ from shardloop.convert.check import element_faults
 from shardloop.convert.formats import open_checkpoint
 from shardloop.convert.look import places
 from shardloop.convert.sources import config_near
-from shardloop.convert.store import listed
+from shardloop.convert.store import Reader, listed
 from shardloop.errors import CheckpointError, FingerprintError, ModelError, UsageError
+from shardloop.families import FAMILIES, canonical_model
+from shardloop.hf.reading import read_json
 from shardloop.hf.shards import MAX_SHARD_BYTES
 from shardloop.reshard.cost import bytes_text
 
@@ -118,11 +120,11 @@ def run(arguments: Sequence[str]) -> int:
 
 def _inspect(command: InspectCommand) -> None:
     reader = open_checkpoint(command.path, given=command.from_)
-    source = _source_if_known(command.path, command.from_, command.model)
-    fits = source is not None and not source_faults(source)
+    source = _source_or_reason(command.path, command.from_, command.model)
     found = None
     if command.tensor is not None:
-        found = places(reader, source if fits else None, command.tensor)
+        fitting = source if isinstance(source, Source) and not source_faults(source) else None
+        found = places(reader, fitting, command.tensor)
     facts = document(reader, source, found)
     text = json.dumps(facts, indent=1) if command.json else "\n".join(lines(facts))
     print(text)
@@ -154,8 +156,11 @@ def _convert(command: ConvertCommand) -> None:
 def _verify(command: VerifyCommand) -> None:
     if command.dtype is not None and command.against is None:
         raise UsageError("--dtype says what to compare in; add --against OTHER")
-    source = _source_if_known(command.path, command.from_, command.model)
+    known = _source_or_reason(command.path, command.from_, command.model)
+    source = known if isinstance(known, Source) else None
     reader = open_checkpoint(command.path, given=command.from_) if source is None else source.reader
+    if source is None:
+        _demand_sound_config(reader)
     faults = [] if source is None else source_faults(source)
     with ProgressLine() as progress:
         faults += element_faults(reader, progress=progress)
@@ -164,10 +169,7 @@ def _verify(command: VerifyCommand) -> None:
     count = sum(1 for _ in reader.everything())
     print(f"{command.path}: {count} tensors, all whole, every element finite")
     if source is None:
-        print(
-            "no config.json of a known family near it: names and shapes were not checked; name one "
-            "with --model"
-        )
+        print(f"names and shapes were not checked: {known}")
     else:
         print(f"names, shapes and dtypes are those of its model ({source.model.name})")
     if command.against is not None:
@@ -195,17 +197,31 @@ def _compare(command: VerifyCommand, source: Source | None) -> None:
     print(f"equal to {command.against}, element by element (fingerprints)")
 
 
-def _source_if_known(path: Path, given: str | None, model: str | None) -> Source | None:
-    """None where no config says what the model is, or it is of no known family."""
+def _source_or_reason(path: Path, given: str | None, model: str | None) -> Source | str:
+    """The reason where no config near it says what the model is, or one that is not understood."""
     if model is not None:
         return open_source(path, given=given, **_model(model))
-    reader = open_checkpoint(path, given=given)
-    if config_near(reader.path) is None:
-        return None
+    open_checkpoint(path, given=given)
     try:
         return open_source(path, given=given)
-    except ModelError:
-        return None
+    except ModelError as error:
+        return str(error)
+
+
+def _demand_sound_config(reader: Reader) -> None:
+    """A model of another family cannot be checked, but one of ours with wrong sizes is wrong.
+
+    Raises:
+        ModelError: names the field.
+    """
+    folder = config_near(reader.path)
+    config = None if folder is None else read_json(folder / "config.json")
+    if config is None or config.get("model_type") not in list(FAMILIES):
+        return
+    try:
+        canonical_model(config)
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from error
 
 
 def _model(text: str | None) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ Called by `shardloop checkpoint`.
 
 import sys
 
+from shardloop.cli.streams import tell
 from shardloop.reshard.cost import bytes_text
 
 STEP = 0.1
@@ -25,7 +26,7 @@ class ProgressLine:
 
     def __exit__(self, *_: object) -> None:
         if self._has_line and self._is_terminal:
-            print(file=sys.stderr)
+            tell("")
 
     def __call__(self, what: str, done: int, total: int) -> None:
         if what != self._what:
@@ -33,8 +34,8 @@ class ProgressLine:
         share = done / total if total else 1.0
         text = f"{what}: {bytes_text(done)} of {bytes_text(total)}"
         if self._is_terminal:
-            print(f"\r{text:60}", end="", file=sys.stderr, flush=True)
+            tell(f"\r{text:60}", end="")
         elif share >= self._next:
-            print(text, file=sys.stderr, flush=True)
+            tell(text)
             self._next = share + STEP
         self._has_line = True

@@ -16,10 +16,12 @@ BESIDE = re.compile(r"(optim\.[^.]+|reference)\.")
 """Names in a run's checkpoint of tensors that belong to a weight of the same name."""
 
 
-def document(
-    reader: Reader, source: Source | None, found: Sequence[Place] | None
-) -> dict[str, Any]:
-    """Everything that inspect tells, as JSON can hold it."""
+def document(reader: Reader, source: Source | str, found: Sequence[Place] | None) -> dict[str, Any]:
+    """Everything that inspect tells, as JSON can hold it.
+
+    Args:
+        source: or the reason why its model is not known.
+    """
     tables = groups(reader)
     facts: dict[str, Any] = {
         "path": str(reader.path),
@@ -28,7 +30,8 @@ def document(
         "layout": reader.spec,
         "num_ranks": reader.num_ranks,
         "notes": dict(reader.notes),
-        "model": None if source is None else _model(source),
+        "model": _model(source) if isinstance(source, Source) else None,
+        "model_unknown": None if isinstance(source, Source) else source,
         "num_tensors": sum(group.count for group in tables),
         "num_bytes": sum(group.num_bytes for group in tables),
         "files": {str(file): size for file, size in files(reader).items()},
@@ -74,7 +77,7 @@ def lines(facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"{'layout':10}{facts['layout']}: {facts['num_ranks']} ranks"
     for name, text in facts["notes"].items():
         yield f"{'':10}{name}: {text}"
-    yield from _model_lines(facts["model"])
+    yield from _model_lines(facts["model"], facts["model_unknown"])
     count = len(facts["files"])
     yield (
         f"{'tensors':10}{facts['num_tensors']:,} in {count} {'file' if count == 1 else 'files'}, "
@@ -87,9 +90,9 @@ def lines(facts: Mapping[str, Any]) -> Iterator[str]:
         yield from (_place_line(place) for place in facts["places"])
 
 
-def _model_lines(model: Mapping[str, Any] | None) -> Iterator[str]:
+def _model_lines(model: Mapping[str, Any] | None, reason: str | None) -> Iterator[str]:
     if model is None:
-        yield f"{'model':10}not known: no config.json of a known family near it"
+        yield f"{'model':10}not known: {reason}"
         return
     yield (
         f"{'model':10}{model['family']}, {model['num_layers']} layers, "

@@ -4,7 +4,6 @@ No torch, no weights, no processes: a plan is made from a model's config and two
 """
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from shardloop.cli.reshard.request import GB_PER_S, make
 from shardloop.cli.reshard.saved import same_plan
 from shardloop.cli.reshard.table import plan_lines
 from shardloop.cli.reshard.tensor_map import tensor_map
+from shardloop.cli.streams import tell
 from shardloop.errors import UsageError
 
 
@@ -126,7 +126,7 @@ def _writing(flag: str, path: Path) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or error
         raise UsageError(f"{flag}={str(path)!r} cannot be written: {reason}") from error
-    print(f"{flag}: {path}", file=sys.stderr)
+    tell(f"{flag}: {path}")
 
 
 def _verify(command: VerifyCommand) -> None:

@@ -5,17 +5,19 @@ Its parts: request, proof, model, src, dst, traffic, plan, with `--rank` also ra
 and seconds, which are nobody's claim.
 """
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from math import ceil
 from typing import Any
+
+import numpy as np
 
 from shardloop.cli.reshard.request import Planned
 from shardloop.errors import UsageError
 from shardloop.families.base import ITEMSIZE
 from shardloop.layout import Layout, parse_layout
 from shardloop.layout.layout import View
+from shardloop.reshard.cost import Cost
 from shardloop.reshard.flow import Runs, Transfer
 
 FORMAT = "shardloop-reshard-plan"
@@ -124,8 +126,6 @@ def layout_words(text: str) -> str:
 def _traffic(planned: Planned) -> dict[str, Any]:
     """Bytes by pair and by rank, messages, staging, and the least seconds at a network's speed."""
     found = planned.cost
-    pairs = found.pair_bytes
-    largest_first = sorted(pairs.items(), key=lambda item: (-item[1], item[0]))
     busiest = max([0, *found.send_bytes.values(), *found.receive_bytes.values()])
     return {
         "wire_bytes": found.wire_bytes,
@@ -136,26 +136,45 @@ def _traffic(planned: Planned) -> dict[str, Any]:
         "send_imbalance": found.send_imbalance,
         "receive_imbalance": found.receive_imbalance,
         "bucket_bytes": BUCKET_BYTES,
-        "num_messages": sum(ceil(num_bytes / BUCKET_BYTES) for num_bytes in pairs.values()),
-        "staging_bytes": _staging_bytes(pairs),
+        "num_messages": int((-(-found.matrix // BUCKET_BYTES)).sum()),
+        "staging_bytes": _staging_bytes(found),
         "least_seconds": busiest / (planned.request.gb_per_s * 1e9),
         "send_bytes": [[rank, num_bytes] for rank, num_bytes in found.send_bytes.items()],
         "receive_bytes": [[rank, num_bytes] for rank, num_bytes in found.receive_bytes.items()],
-        "num_pairs": len(pairs),
-        "pair_bytes": [[*pair, num_bytes] for pair, num_bytes in largest_first[:MAX_PAIRS]],
+        "num_pairs": int(np.count_nonzero(found.matrix)),
+        "pair_bytes": _largest_pairs(found),
     }
 
 
-def _staging_bytes(pairs: Mapping[tuple[int, int], int]) -> int:
+def _largest_pairs(found: Cost) -> list[list[int]]:
+    """Source rank, destination rank and bytes, the most bytes first, then by rank. Of all pairs,
+    which may be millions, only the largest are sorted."""
+    rows, columns = np.argsort(found.src_ranks), np.argsort(found.dst_ranks)
+    sizes = found.matrix[np.ix_(rows, columns)].reshape(-1)
+    count = min(MAX_PAIRS, int(np.count_nonzero(sizes)))
+    if not count:
+        return []
+    least = np.partition(sizes, -count)[-count]
+    above = np.flatnonzero(sizes > least)
+    chosen = np.concatenate([above, np.flatnonzero(sizes == least)[: count - len(above)]])
+    chosen = chosen[np.argsort(-sizes[chosen], kind="stable")]
+    return [
+        [found.src_ranks[rows[s]], found.dst_ranks[columns[d]], size]
+        for s, d, size in zip(
+            *(at.tolist() for at in np.divmod(chosen, len(columns))),
+            sizes[chosen].tolist(),
+            strict=True,
+        )
+    ]
+
+
+def _staging_bytes(found: Cost) -> int:
     """Of the rank that needs most: two buckets, no larger than what a pair has, each way."""
-    largest: dict[tuple[int, int], int] = defaultdict(int)
-    for pair, num_bytes in pairs.items():
-        for end, rank in enumerate(pair):
-            largest[end, rank] = max(largest[end, rank], min(num_bytes, BUCKET_BYTES))
-    needed: dict[int, int] = defaultdict(int)
-    for (_, rank), num_bytes in largest.items():
-        needed[rank] += BUFFERS * num_bytes
-    return max(needed.values(), default=0)
+    needed: Counter[int] = Counter()
+    for axis, ranks in ((1, found.src_ranks), (0, found.dst_ranks)):
+        largest = np.minimum(found.matrix.max(axis=axis), BUCKET_BYTES)
+        needed.update(dict(zip(ranks, (BUFFERS * largest).tolist(), strict=True)))
+    return max(needed.values())
 
 
 def _kinds(planned: Planned, runs: Iterator[Runs], end: str) -> list[dict[str, Any]]:

@@ -7,14 +7,15 @@ A `Request` holds everything that decides the plan, so it can be made again else
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from shardloop.errors import ModelError, UsageError
+from shardloop.errors import UsageError
 from shardloop.families import CanonicalModel, canonical_model
 from shardloop.families.fp8 import with_block_fp8
-from shardloop.families.lora import lora_adapter
+from shardloop.families.lora import MOST_RANK, lora_adapter
 from shardloop.layout import Layout, make_layout
 from shardloop.reshard.cost import Cost, cost
 from shardloop.reshard.plan import Plan, plan_reshard
@@ -25,9 +26,10 @@ GB_PER_S = 50.0
 """Of one 400 Gbit/s network card for each rank."""
 SPEEDS = (1e-3, 1e6)
 """GB/s that a network may have."""
-MAX_LORA = 2**16
-MAX_BYTES = 2**63
-"""Counted in 64 bits, by the plan, its proof and its cost."""
+MOST_PAIRS = 2**28
+"""Of a rank of each side: the cost counts the bytes of every pair."""
+MOST_LISTED = 8
+"""Ranks that a message lists."""
 T = TypeVar("T")
 
 
@@ -65,20 +67,54 @@ class Request:
         if not SPEEDS[0] <= self.gb_per_s <= SPEEDS[1]:
             allowed = "choose a speed from {:g} to {:g}".format(*SPEEDS)
             faults.append(f"gb-per-s={self.gb_per_s}; {allowed}")
-        if self.lora is not None and not 1 <= self.lora <= MAX_LORA:
-            faults.append(f"lora={self.lora}; choose a rank from 1 to {MAX_LORA}")
+        if self.lora is not None and not 1 <= self.lora <= MOST_RANK:
+            faults.append(f"lora={self.lora}; choose a rank from 1 to {MOST_RANK}")
         if self.lora is not None and self.fp8:
             faults.append("--lora plans the factors alone, which are not in FP8; leave out --fp8")
         if faults:
             raise UsageError("\n".join(faults))
 
-    def ranks(self, num_src: int, num_dst: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of both sides, which have `num_src` and `num_dst` ranks."""
+    def ranks(self, src: Layout, dst: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of both sides.
+
+        Raises:
+            UsageError: a list does not have as many different ranks as its layout, or a lost rank
+                is none of the source or one of the destination; all are named.
+        """
+        num_src, num_dst = src.world_size, dst.world_size
         first = 0 if self.colocate else num_src
-        return (
-            tuple(range(num_src)) if self.src_ranks is None else self.src_ranks,
-            tuple(range(first, first + num_dst)) if self.dst_ranks is None else self.dst_ranks,
+        of_src = tuple(range(num_src)) if self.src_ranks is None else self.src_ranks
+        default = tuple(range(first, first + num_dst))
+        of_dst = default if self.dst_ranks is None else self.dst_ranks
+        faults = [*_rank_faults("src", of_src, src), *_rank_faults("dst", of_dst, dst)]
+        if unknown := sorted({*self.lost} - {*of_src}):
+            faults.append(
+                f"lost: {_few(unknown)} not among the {len(of_src)} ranks of the source "
+                f"({_few(of_src)}); only they can be lost"
+            )
+        if kept := sorted({*self.lost} & {*of_dst}):
+            faults.append(
+                f"lost: {_few(kept)} among the ranks of the destination; give it other ranks"
+            )
+        if faults:
+            raise UsageError("\n".join(faults))
+        return of_src, of_dst
+
+
+def _rank_faults(side: str, ranks: tuple[int, ...], layout: Layout) -> Iterator[str]:
+    if len(ranks) != layout.world_size:
+        yield (
+            f"{side}-ranks lists {len(ranks)} ranks ({_few(ranks)}), layout {layout.spec} has "
+            f"{layout.world_size}; list as many"
         )
+    odd = [rank for rank, count in Counter(ranks).items() if count > 1 or rank < 0]
+    if odd:
+        yield f"{side}-ranks: {_few(odd)} occur twice or are below 0; list different ranks"
+
+
+def _few(ranks: Sequence[int]) -> str:
+    more = [f"and {len(ranks) - MOST_LISTED} more"] if len(ranks) > MOST_LISTED else []
+    return ", ".join([*map(str, ranks[:MOST_LISTED]), *more])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,18 +136,17 @@ def make(request: Request) -> Planned:
     """Plan, prove and count.
 
     Raises:
-        ModelError, LayoutError, PlanError: what was asked for cannot be.
+        UsageError: as `Request.ranks`, or there are too many pairs of ranks. ModelError,
+            LayoutError, PlanError: what was asked for cannot be.
     """
     seconds: dict[str, float] = {}
     src, dst = _timed(seconds, "layouts", lambda: _layouts(request))
-    num_bytes = src.model.num_bytes(ITEMSIZE[request.dtype])
-    if num_bytes * max(src.world_size, dst.world_size) >= MAX_BYTES:
-        raise ModelError(
-            f"model {request.model} has {num_bytes:,} bytes, which on {src.world_size:,} and "
-            f"{dst.world_size:,} ranks may come to 2**63 or more; plan for fewer ranks, or for a "
-            "smaller model"
+    if src.world_size * dst.world_size > MOST_PAIRS:
+        raise UsageError(
+            f"layouts {src.spec} and {dst.spec} have {src.world_size:,} x {dst.world_size:,} pairs "
+            f"of ranks, whose bytes are counted one by one; choose at most {MOST_PAIRS:,}"
         )
-    src_ranks, dst_ranks = request.ranks(src.world_size, dst.world_size)
+    src_ranks, dst_ranks = request.ranks(src, dst)
     ranks = {"src_ranks": src_ranks, "dst_ranks": dst_ranks, "lost": request.lost}
     plan = _timed(seconds, "plan", lambda: plan_reshard(src, dst, **ranks))
     proof = _timed(seconds, "proof", lambda: verify(plan))
