@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 
 from shardloop.config import WorkersConfig
-from shardloop.errors import WorkerDied
+from shardloop.errors import UsageError, WorkerDied
 from shardloop.parallel.signals import children_spared, postponed
 from shardloop.parallel.worker import WorkerSettings, worker_main
 
@@ -52,7 +53,8 @@ class Processes:
         """Start every rank of the roles; each answers under `STARTED` when all have met.
 
         Raises:
-            WorkerDied: the fork server went away.
+            WorkerDied: the fork server went away. UsageError: it cannot be reached where temporary
+                files are.
         """
         context = _fork_server()
         world_size = len({rank for ranks in roles.values() for rank in ranks})
@@ -112,7 +114,11 @@ def _kill(pid: int | None) -> None:
 
 
 def _fork_server() -> ForkServerContext:
-    """The multiprocessing context whose server imports torch once for all of the ranks."""
+    """The multiprocessing context whose server imports torch once for all of the ranks.
+
+    Raises:
+        UsageError: the path of the folder for temporary files is too long for a socket.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([PRELOAD])
     before = {name: os.environ.get(name) for name in SERVER_ENVIRONMENT}
@@ -123,6 +129,13 @@ def _fork_server() -> ForkServerContext:
             resource_tracker.ensure_running()  # its start unblocks signals
         with children_spared():
             forkserver.ensure_running()
+    except OSError as error:
+        if "too long" not in str(error):
+            raise
+        raise UsageError(
+            f"sockets cannot be made in the folder for temporary files, {tempfile.gettempdir()}: "
+            "its path is too long; set TMPDIR to one of at most 60 characters"
+        ) from error
     finally:
         for name, value in before.items():
             if value is None:

@@ -126,10 +126,12 @@ def session_of(leader: int) -> list[str]:
     [(signal.SIGTERM, None), pytest.param(signal.SIGHUP, signal.SIGTERM, marks=pytest.mark.slow)],
 )
 def test_a_signal_to_every_process_ends_the_run_like_ctrl_c_and_leaves_nothing(
-    tmp_path: Path, first: int, second: int | None
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    first: int,
+    second: int | None,
 ) -> None:
-    out, temporary = tmp_path / "runs", tmp_path / "temporary"
-    temporary.mkdir()
+    out, temporary = tmp_path / "runs", tmp_path_factory.mktemp("t")  # sockets bear no long paths
     process = subprocess.Popen(
         [sys.executable, "-m", "shardloop", *TRAIN, "--out", str(out)],
         cwd=ROOT,
@@ -139,7 +141,7 @@ def test_a_signal_to_every_process_ends_the_run_like_ctrl_c_and_leaves_nothing(
         text=True,
         start_new_session=True,
     )
-    root = wait_for_first_step(out)
+    root = wait_for_first_step(process, out)
     os.killpg(process.pid, first)
     if second is not None:
         os.killpg(process.pid, second)
@@ -153,10 +155,11 @@ def test_a_signal_to_every_process_ends_the_run_like_ctrl_c_and_leaves_nothing(
         assert newest is not None and newest.name == f"step-{done[-1]['step']:06d}"
 
 
-def wait_for_first_step(out: Path) -> Path:
+def wait_for_first_step(process: "subprocess.Popen[str]", out: Path) -> Path:
     """The run's folder, once a step is in its metrics."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[1]
         for metrics in out.glob("*/metrics.jsonl"):
             if metrics.read_text():
                 return metrics.parent

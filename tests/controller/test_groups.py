@@ -371,6 +371,21 @@ def test_a_fork_server_that_dies_before_it_serves_is_an_error_of_its_own(
         LocalWorkers({"trainer": (0, 1)})
 
 
+def test_a_folder_for_temporary_files_too_deep_for_sockets_is_refused(tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    program = "from shardloop.controller import launch; launch._fork_server()"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"TMPDIR": str(deep)},
+        capture_output=True,
+        text=True,
+    )
+    assert f"UsageError: sockets cannot be made in the folder for temporary files, {deep}" in (
+        done.stderr
+    )
+
+
 def test_a_stuck_fork_server_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "STOP_S", 0.3)
     monkeypatch.setattr(launch, "END_S", 0.3)

@@ -102,7 +102,7 @@ def test_an_answer_that_nothing_would_end_is_refused(tmp_path: Path) -> None:
     assert len(newline.sampling.stop_token_ids) == 1
 
 
-@pytest.mark.parametrize("trainer", ["fsdp=1000", "dp=1000,fsdp=1000"])
+@pytest.mark.parametrize("trainer", ["fsdp=1000", "dp=100,fsdp=100"])
 def test_more_processes_than_a_machine_bears_are_refused(tiny: Path, trainer: str) -> None:
     config = replace(SMALL, trainer=TrainerConfig(layout=trainer))
     with pytest.raises(LayoutError, match=rf"need 1\d+ processes .* at most {MOST_PROCESSES} tog"):

@@ -1,17 +1,14 @@
 """Laws of updates by delta between real ranks: what p2p gives, in the bytes of the deltas."""
 
-import os
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardloop.delta.codec import encode
-from shardloop.errors import WorkerDied
 from shardloop.parallel.context import RankContext
 from shardloop.reshard.cost import cost
 from shardloop.reshard.plan import plan_reshard
@@ -192,34 +189,3 @@ def test_what_the_receiver_no_longer_holds_is_sent_whole_and_nothing_else() -> N
     assert sum(mended) == 1, "the one damaged bucket"
     assert sum(touched) == 1, "the one bucket of the element"
     assert sum(quiet) == 0
-
-
-def _death(context: RankContext, folder: str) -> None:
-    proof = _proof(CASES[0])
-    here = Rank(proof, context.rank)
-    transport = DeltaTransport(
-        proof, dtype=BF16, group=dist.group.WORLD, bucket_bytes=64, timeout_s=20.0
-    )
-    if context.rank == 2:
-        plain, count = delta.apply, 0
-
-        def apply(*args: Any, **kwargs: Any) -> None:
-            nonlocal count
-            count += 1
-            if count == 3:
-                os._exit(9)
-            plain(*args, **kwargs)
-
-        delta.apply = apply
-    src = here.src(random_state(proof.plan.src.model))
-    error = error_of(lambda: transport.move(src, here.dst))
-    with open(f"{folder}/{context.rank}", "w") as file:
-        file.write(" ".join(error or ("none", "")))
-
-
-def test_a_dead_receiver_is_a_named_error_on_its_senders(tmp_path: Any) -> None:
-    with pytest.raises(WorkerDied, match="rank 2"):
-        run_ranks(_death, 4, str(tmp_path), timeout_s=40)
-    for rank in (0, 1):
-        text = (tmp_path / str(rank)).read_text()
-        assert text.startswith("WorkerDied") and "bucket" in text and "rank" in text
