@@ -3,6 +3,7 @@
 #   PYTHON=python3.12     the interpreter that makes .venv (3.11 or newer)
 #   TORCH_INDEX=URL       where torch comes from, e.g. https://download.pytorch.org/whl/cpu for the CPU build on Linux
 #   ARGS="..."            added to the command of `make run` (train --preset tiny) or to pytest
+#   JOBS=4                test files at a time (3: most tests wait for processes that they start)
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -11,6 +12,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
+JOBS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,7 +22,7 @@ CODE := shardloop judge examples tests scripts benchmarks
 
 # Nothing here asks a model hub for anything.
 export HF_HUB_OFFLINE := 1
-PYTEST := $(BIN)/python -m pytest
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 .PHONY: help setup run test test-all check format mutants docs bench clean
 
@@ -58,7 +60,7 @@ docs: setup ## write docs/configuration.md, docs/conventions.md and docs/reshard
 
 bench: $(VENV)/.ready-extras ## the benchmarks on a quiet machine, into benchmarks/results.md (about an hour)
 	mkdir -p build/bench
-	for name in head rollout grpo parity; do $(BIN)/python -m benchmarks.$$name --json build/bench/$$name.json $(ARGS); done
+	for name in head rollout grpo parity reshard; do $(BIN)/python -m benchmarks.$$name --json build/bench/$$name.json $(ARGS); done
 	$(BIN)/python -m benchmarks.results build/bench/*.json
 
 clean: ## remove .venv, caches and builds (runs/ stays)

@@ -1,10 +1,11 @@
-"""Writes benchmarks/results.md from the JSON of benchmarks.
+"""Writes benchmarks/results.md from the JSON of benchmarks; sections of others stay as they are.
 
 python -m benchmarks.results rollout.json grpo.json parity.json
 """
 
 import argparse
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -125,13 +126,18 @@ SECTIONS = {
 
 def write(paths: Sequence[Path], target: Path) -> None:
     """Raises KeyError for the JSON of a benchmark that has no section here."""
-    lines = ["# Results", "", "Written by `python -m benchmarks.results`; not to be edited.", ""]
+    before = target.read_text(encoding="utf-8") if target.is_file() else ""
+    texts = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", before, re.MULTILINE | re.DOTALL))
     for path in paths:
         results = json.loads(path.read_text(encoding="utf-8"))
         found = ", ".join(f"{name} {value}" for name, value in results["environment"].items())
         name = results.get("benchmark", "head")
-        lines += [f"## {name}", "", f"On {found}.", "", *SECTIONS[name](results), ""]
-    target.write_text("\n".join(lines).rstrip("\n") + "\n", encoding="utf-8")
+        texts[name] = "\n".join([f"On {found}.", "", *SECTIONS[name](results)])
+    parts = ["# Results", "Written by `python -m benchmarks.results`; not to be edited."]
+    for name in SECTIONS:
+        if name in texts:
+            parts += [f"## {name}", texts[name].strip("\n")]
+    target.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -63,8 +63,12 @@ def test_rollout_benchmark_runs_and_counts_what_it_made(tmp_path: Path) -> None:
     assert ours["tokens"] == sum(load.lengths())
     assert ours["prefilled_tokens"] == load.prompts * load.prompt_tokens
     assert results["occupancy"]["while_waiting"] == 1.0
-    write_results([tmp_path / "rollout.json"], tmp_path / "results.md")
-    assert "| generate_batch | " in (tmp_path / "results.md").read_text()
+    (tmp_path / "results.md").write_text("# Results\n\n## head\n\nkept\n\n## rollout\n\nold\n")
+    for _ in range(2):
+        write_results([tmp_path / "rollout.json"], tmp_path / "results.md")
+    text = (tmp_path / "results.md").read_text()
+    assert "| generate_batch | " in text and "old" not in text
+    assert text.count("## ") == 2 and "## head\n\nkept\n\n## rollout\n\nOn " in text
 
 
 @pytest.mark.slow
