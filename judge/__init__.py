@@ -1,1 +1,1 @@
-"""The package name is reserved: the judge of the practice problems is not in this release yet."""
+"""The judge of the practice problems: on the command line, as a server, as a library."""
